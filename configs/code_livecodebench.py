@@ -21,7 +21,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
   config = moe_aime.get_config(arg)
   config.update(
     data=dict(
-      train="",  # Required: apps@FILES (APPS, TACO), or files in the format of the next keys.
+      train="",  # Required: apps@FILES (APPS, TACO), or files with the two fields below.
       eval="",  # Required: livecodebench@FILES where ... (dates of §5.1: 2024-10 to 2025-02).
       question_field="question",
       answer_field="input_output",  # Tests, in a form of docs/rewards.md.
@@ -33,7 +33,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       workers=32,  # Programs that run at the same time.
       time_limit_s=6.0,  # As in LiveCodeBench.
       memory_mb=4096,  # As in LiveCodeBench.
-      overlong_buffer=4096,  # As in DAPO. It needs overlong_weight above 0.
+      overlong_buffer=4096,  # As in DAPO. Unused if overlong_weight is 0.
     ),
     eval=dict(samples=8, batch=32),  # §5.1: average Pass@1 over 8 samplings.
   )

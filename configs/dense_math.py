@@ -45,7 +45,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     config.update(
       weights="",  # Required: Qwen3-1.7B or another dense model.
       model=common.model(common.size(arg or "Qwen3-1.7B-Base")),
-      compute=dict(dtype="bfloat16", remat="full", logits_chunk=512),  # Each has 151,936 logits.
+      compute=dict(dtype="bfloat16", remat="full", logits_chunk=512),  # 151,936 logits a token.
       data=dict(max_prompt_tokens=512),
       reward=dict(workers=8),
       sampling=dict(max_new_tokens=1024),

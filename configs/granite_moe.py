@@ -1,4 +1,4 @@
-r"""GSPO and GRPO on granite-3.1-1b-a400m and GSM8K, on one chip or a machine with 24 GiB.
+r"""GSPO or GRPO on granite-3.1-1b-a400m and GSM8K, on one chip or a machine with 24 GiB.
 
 Command:   python -m gspo_jax.main --config=configs/granite_moe.py --workdir=DIR \
              --config.weights=ibm-granite/granite-3.1-1b-a400m-base \
@@ -8,8 +8,8 @@ Hardware:  v6e (32 GiB), or two CPU cores and 24 GiB for a few iterations
 Expected:  not run by us at this size. Memory of a device by `aot`, in an update and in decoding:
            v6e 28.4 and 23.3 of 32 GiB, H100 26.2 and 19.6 of 73 GiB
 
-The model has 32 experts, 8 of them per token. So this configuration can compare what both losses do
-to routing, the paper's reason for GSPO in mixtures of experts.
+Each layer has 32 experts, and a token uses 8 of them. An update may change this choice, which is
+the paper's reason for GSPO in mixtures of experts. Runs with both losses can compare this change.
 
 configs/granite_moe.py:tiny is a test of the set-up, with a small random model and the byte
 tokenizer. It needs only the two data files, and its reward stays near 0.

@@ -7,9 +7,8 @@ Hardware:  v5e (16 GiB), v6e (32 GiB), h100 (80 GB) or t4 (16 GB), named after t
 Expected:  not run by us at this size; docs/one_chip.md has the memory by the compiler, except for
            Qwen3.5, which has not been compiled
 
-The variants are 0.6B or 1.7B on v5e, v6e or h100, 4B-h100, 8B-h100 and 0.6B-t4. Those of Qwen3.5
-are Qwen3.5-0.8B on v5e, v6e or h100, Qwen3.5-2B on v6e or h100, and Qwen3.5-4B-h100. If optimizer
-moments of all parameters do not fit, adapters are trained instead (lora.rank).
+`VARIANTS` lists the names after the colon: the size of Qwen3 or a model of Qwen3.5, and the chip.
+If optimizer moments of all parameters do not fit, adapters are trained instead (lora.rank).
 
 configs/gsm8k.py:tiny is a test of the set-up, with a small random model, adapters and the byte
 tokenizer. It needs only the two data files, and its reward stays near 0.
@@ -17,10 +16,11 @@ tokenizer. It needs only the two data files, and its reward stays near 0.
 
 from gspo_jax.configs import common, dense_math
 
-# Rows of a micro-batch; compute.remat; engine.slots, the responses decoded at once;
-# engine.cache_tokens, the positions of all their caches (112 KiB each; 144 KiB for 4B and 8B);
-# lora.rank. Qwen3.5 needs 12 KiB for a position and 19 MiB for the states of a slot, its 4B model
-# 32 KiB and 50 MiB.
+# Each variant has the rows of a micro-batch, compute.remat, engine.slots (the responses decoded at
+# once), engine.cache_tokens (the positions of all caches; 0 means enough for whole windows) and
+# lora.rank. A position takes 112 KiB in 0.6B and 1.7B, 144 KiB in 4B and 8B, 12 KiB in Qwen3.5-0.8B
+# and -2B, and 32 KiB in Qwen3.5-4B. The states of a slot take 19 MiB in Qwen3.5-0.8B and -2B, and
+# 50 MiB in Qwen3.5-4B.
 VARIANTS = {
   "0.6B-v5e": (8, "full", 64, 40_960, 0),
   "0.6B-v6e": (4, "dots", 128, 81_920, 0),
@@ -51,7 +51,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     config = dense_math.get_config(size if size.startswith("Qwen") else f"Qwen3-{size}-Base")
     config.update(
       compute=dict(remat=remat, logits_chunk=128),
-      data=dict(max_prompt_tokens=384),  # The longest question has 991 bytes.
+      data=dict(max_prompt_tokens=384),  # Tokens. The longest question has 991 bytes.
       engine=dict(slots=slots, cache_tokens=positions),
       rl=dict(prompts=32, microbatches=64 // rows),  # An update has 64 responses.
     )

@@ -6,8 +6,8 @@ Command:   python -m gspo_jax.main --config=configs/moe_aime.py --workdir=DIR \
 Hardware:  a TPU v5p slice of 64 chips (4x4x4)
 Expected:  not run by us at this size
 
-Model, clip ranges, the four mini-batches and the evaluation are the paper's. The paper gives no
-learning rate, batch size, group size or response length; these values are our choices.
+The model, the clip ranges, the four mini-batches and the evaluation are the paper's. The paper
+gives no learning rate, batch size, group size or response length; these values are our choices.
 
 configs/moe_aime.py:qwen3_5 is the same job with Qwen3.5-35B-A3B, a hybrid of linear and full
 attention.
@@ -23,13 +23,13 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
   config = common.base()
   config.update(
     # By the compiler's schedule, xla="sparsecore" hides most of the communication
-    # (docs/sharding.md). prefetch=True would take 13.5 GiB, and leave too little memory for
-    # remat="both" with 32,768 tokens per chip, which saves more time.
+    # (docs/sharding.md). prefetch=True would take 13.5 GiB more. Then remat="both" would not fit
+    # with 32,768 tokens per chip, and remat="both" saves more time than prefetch=True.
     compute=dict(dtype="bfloat16", expert_chunk=8192, remat="auto", xla="sparsecore"),
     reward=dict(name="math", time_limit_s=5.0),
-    # Old log-probs are the sampler's (§5.4), so the cache has bfloat16. With cache_dtype="int8" and
-    # weights_dtype="int8", sampling would take an estimated 193 s, but old log-probs would need
-    # objective.old_logp="recompute" (docs/sampling.md).
+    # Old log-probs are the sampler's (§5.4), so the cache is in bfloat16. With cache_dtype="int8"
+    # and weights_dtype="int8", sampling would take an estimated 193 s per iteration, but old
+    # log-probs would need objective.old_logp="recompute" (docs/sampling.md).
     engine=dict(steps=32, prefill_tokens=8192, cache_dtype="bfloat16"),
     sft=dict(load_balance_coef=1e-3),
     # §5.1: average Pass@1 over 32 samplings.
@@ -54,9 +54,9 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       model=common.model(common.size("Qwen3.5-35B-A3B" if arg else "Qwen3-30B-A3B-Base")),
       compute=dict(logits_chunk=2048),  # Each position has 151,936 logits, or 248,320.
       engine=dict(slots=1024),  # Recommended by `aot --search`, for 8,192 tokens per response.
-      # 64 chips: sides 4x4 and 4 of the torus. With the sampler's experts split over 16 chips
-      # instead of all 64, tokens travel less far: by `aot` sampling takes 321 s per iteration
-      # instead of 362.
+      # The torus of 64 chips has three sides of 4: two for fsdp, one for expert. The sampler's
+      # experts are split over 16 chips instead of all 64, so tokens travel less far. By `aot`,
+      # sampling takes 321 s per iteration, and 362 s with all 64.
       mesh=dict(fsdp=16, expert=4, rollout_experts="fsdp"),
       data=dict(
         train="",  # Required: problems with verifiable answers.
@@ -66,7 +66,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         max_prompt_tokens=2048,
       ),
       reward=dict(workers=16),
-      sampling=dict(max_new_tokens=30_720),  # With the prompt, 32,768, the model's positions.
+      sampling=dict(max_new_tokens=30_720),  # 32,768 with the prompt: the model's window.
       # 1,024 responses per update (arXiv:2512.01374), in micro-batches of 64 rows.
       rl=dict(iterations=1000, prompts=256, group_size=16, microbatches=16, packed=True),
       checkpoint=dict(every=10),

@@ -29,16 +29,17 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       eval="word_problems:heldout",
       prompt_template="{question}\nExpression: ",
       chat_template=False,  # The cold start teaches the form of the prompt above.
-      max_prompt_tokens=41,  # The longest text.
+      max_prompt_tokens=41,  # The longest prompt.
     ),
     reward=dict(name="math", workers=1),  # The verifier evaluates the expression.
     sampling=dict(max_new_tokens=16),  # "(41 + 19) / 5" and the stop token take 13.
-    sft=dict(steps=40, batch=16),  # About 20 % are right then: enough for RL, with room to improve.
+    # After these updates a quarter of the samples is right: enough for RL, with room to improve.
+    sft=dict(steps=40, batch=16),
     sft_optimizer=dict(learning_rate=1e-5),
     rl=dict(iterations=30, prompts=16, group_size=8),
     rl_optimizer=dict(learning_rate=1e-5),
     eval=dict(every=10, problems=160, samples=2, batch=160),
-    alarms=dict(ratio=0.03),  # Ratios of ten tokens vary more than those of thousands.
+    alarms=dict(ratio=0.03),  # A ratio over ten tokens varies more than one over thousands.
   )
   if common.variant(arg, "svamp"):
     config.update(

@@ -26,14 +26,14 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       # With the usual base, a million, most frequencies hardly turn within the 18 tokens of a sum,
       # and attention heads find the digits to add late, or never.
       rope_theta=10.0,
-      num_heads=8,  # With more heads, some begin nearer to the right digits.
+      num_heads=8,  # With more heads, the initial attention of one is nearer to the right digits.
       num_kv_heads=4,
     ),
     mesh=dict(data=-1, fsdp=1),  # Splitting such a small model gains nothing.
     engine=dict(steps=5),  # Half a response.
     objective=dict(
-      # A hundred times the paper's ranges. Ratios of responses with ten tokens vary more than those
-      # with thousands.
+      # A hundred times the paper's ranges: a response's ratio varies more with ten tokens than with
+      # thousands.
       tuned={
         name: dict(clip_low=0.03, clip_high=0.04) for name in ("gspo", "gspo_token", "segment")
       },

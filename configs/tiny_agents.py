@@ -1,7 +1,7 @@
 """The task of configs/tiny_tools.py with a cost per tool call: GSPO removes useless calls.
 
-The demonstrations of the cold start repeat three in five calls of the calculator, which answers the
-same again. docs/multi_turn.md compares runs with and without the cost.
+The demonstrations of the cold start repeat three in five calls of the calculator, which gives the
+same answer again. docs/multi_turn.md compares runs with and without the cost.
 
 Command:   python -m gspo_jax.main --config=configs/tiny_agents.py --workdir=/tmp/tiny_agents
 Hardware:  any machine with two CPU cores; about seven minutes
@@ -17,13 +17,12 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
   common.variant(arg)
   config = tiny_tools.get_config()
   config.update(
-    model=dict(moe_intermediate_size=64),  # A small model can copy.
+    model=dict(moe_intermediate_size=64),  # Enough for copying.
     data=dict(checks=0.6),
     environment=dict(
-      max_turns=6,  # Two operations, asked twice each, the answer, and a spare turn.
+      max_turns=6,  # Two operations, each asked twice, the answer, and a spare turn.
       call_cost=0.3,  # A right answer is worth 1.
-      # Costs for wrong answers too would make it worthwhile to give up at once, as long as most
-      # answers are wrong.
+      # As long as most answers are wrong, costs for wrong answers would reward giving up at once.
       charge="right",
     ),
     sampling=dict(max_new_tokens=64),  # Five turns take 61, with the calculator's answers.

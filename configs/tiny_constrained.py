@@ -6,7 +6,8 @@ accuracy.
 
 Command:   python -m gspo_jax.main --config=configs/tiny_constrained.py --workdir=/tmp/constrained
 Hardware:  any machine with two CPU cores; about two minutes
-Expected:  eval/accuracy 0.27 -> 0.43 to 0.48 at 5.5 tokens, held within 5 % (seeds 17 to 19)
+Expected:  eval/accuracy 0.27 to 0.29 -> 0.43 to 0.48, mean length within 5 % of 5.5 tokens (seeds
+           17 to 19)
 Paper:     arXiv:2602.05863
 """
 

@@ -1,14 +1,14 @@
 """On-policy distillation: a small dense Qwen3 learns to add from a mixture of experts.
 
-The teacher is a finished run of configs/tiny.py. The student has a tenth of its parameters, and a
-separate cold start. The student samples responses, and learns from the teacher's log-probs of their
-tokens alone. Verdicts are used in metrics only.
+The teacher is a finished run of configs/tiny.py. The student has a tenth of the teacher's
+parameters, and a separate cold start. The student samples responses, and learns only from the
+teacher's log-probs of the sampled tokens. Verdicts are used in metrics only.
 
 Command:   python -m gspo_jax.main --config=configs/tiny.py --workdir=/tmp/tiny
            python -m gspo_jax.main --config=configs/tiny_distil.py --workdir=/tmp/tiny_distil
-Hardware:  any machine with two CPU cores; about two minutes for each
+Hardware:  any machine with two CPU cores; about two minutes after the first run
 Expected:  eval/accuracy 0.36 to 0.41 -> 0.83 to 0.91, seeds 17, 18 and 19; with rewards instead of
-           the teacher 0.86 to 0.94 (docs/objectives.md)
+           the teacher 0.86 to 0.94 (benchmarks/results/objectives.md)
 Source:    K. Lu, On-Policy Distillation, Thinking Machines Lab, 2025
 """
 

@@ -1,8 +1,8 @@
 """A small Qwen3-MoE learns a task with longer responses: cold start, then GSPO.
 
 Most experiments (experiments/) start from this configuration. A sequence's ratio averages over its
-tokens, and responses of configs/tiny.py have only ten. Here they have 48, 96 or 192 (docs/data.md);
-with configs/tiny_long.py:long 192, 384 or 768.
+tokens, and responses of configs/tiny.py have only ten tokens. Responses of this configuration have
+48, 96 or 192 tokens (docs/data.md), those of configs/tiny_long.py:long 192, 384 or 768.
 
 Command:   python -m gspo_jax.main --config=configs/tiny_long.py --workdir=/tmp/long
 Hardware:  any machine with two CPU cores; a cold start and 40 iterations in about three minutes
@@ -21,7 +21,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     model=dict(
       hidden_size=96,
       num_layers=2,
-      num_heads=8,  # With more heads, some begin nearer to the lines to add.
+      num_heads=8,  # With more heads, the initial attention of one is nearer to the right lines.
       num_kv_heads=4,
       moe_intermediate_size=128,
       # The operands of a line are 5 to 12 tokens before it. With base 10, all frequencies
@@ -34,7 +34,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       eval="recurrence:heldout",
       max_prompt_tokens=12,  # Two lines.
       lines=lines,
-      carry_errors=0.1,  # 69, 51 and 30 % of demonstrations of the three lengths are right.
+      carry_errors=0.1,  # Right demonstrations of 8, 16 and 32 lines: 69, 51 and 30 %.
     ),
     reward=dict(name="recurrence"),
     sampling=dict(max_new_tokens=6 * max(lines)),

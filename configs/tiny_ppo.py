@@ -1,8 +1,8 @@
 """PPO on the task of configs/tiny.py, with a separate critic and an advantage for each token.
 
 Command:   python -m gspo_jax.main --config=configs/tiny_ppo.py --workdir=/tmp/tiny_ppo
-Hardware:  any machine with two CPU cores; RL takes 1.8 times as long as with configs/tiny.py
-Expected:  eval/accuracy 0.43 -> 0.97; docs/objectives.md compares three seeds with GSPO
+Hardware:  any machine with two CPU cores; RL takes 1.8 times the operations of configs/tiny.py
+Expected:  eval/accuracy 0.43 -> 0.97; benchmarks/results/objectives.md compares it with GSPO
 Paper:     arXiv:1707.06347, arXiv:1506.02438
 """
 

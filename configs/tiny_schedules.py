@@ -12,11 +12,11 @@ Command:   python -m gspo_jax.main --config=configs/tiny_schedules.py:length --w
            python -m gspo_jax.tasks arithmetic:train --rows=256 > /tmp/sums.jsonl
            python -m gspo_jax.main --config=configs/tiny_schedules.py:groups --workdir=/tmp/groups
              --config.weights=/tmp/start/checkpoints/sft --config.data.train=/tmp/sums.jsonl
-           configs/tiny_schedules.py:growing as the last, with lines appended during the run
+           configs/tiny_schedules.py:growing like :groups, with lines appended during the run
 Hardware:  any machine with two CPU cores; two to four minutes
-Expected:  eval/accuracy, seeds 17 to 19 (docs/objectives.md):
-           :groups 0.39 to 0.44 -> 0.88 to 0.91, with 45 % fewer tokens than with whole groups;
-           :growing 0.39 to 0.44 -> 0.88 to 0.92, without appended lines 0.70 to 0.83;
+Expected:  eval/accuracy, seeds 17 to 19 (benchmarks/results/objectives.md):
+           :groups 0.39 to 0.44 -> 0.88 to 0.91, with 45 % fewer tokens than if all groups have 8;
+           :growing 0.39 to 0.44 -> 0.88 to 0.92; if no lines are appended, 0.70 to 0.83;
            :length 0.26 to 0.29 -> 0.46 to 0.56
 Paper:     arXiv:2507.18071, §5.1 mentions longer responses and updated query sets, without rules
 """
@@ -38,6 +38,6 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     config.schedule.refresh_every = 2
   else:
     config.schedule.group_size_min = 2
-    # Smaller groups leave rows of an update empty. Packed, these rows take no time.
+    # Smaller groups leave rows of an update empty. If rows are packed, these take no time.
     config.rl.update(packed=True, microbatches=4)
   return config

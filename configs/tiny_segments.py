@@ -1,14 +1,14 @@
 """An importance ratio for each segment of a response (GSsPO): for turns, steps or lines.
 
 By default, segments are the turns of conversations of configs/tiny_tools.py.
-configs/tiny_segments.py:steps has segments of one operand each, configs/tiny_segments.py:long the
-lines of configs/tiny_long.py. The clip range of a segment of n tokens is c/sqrt(n).
+Segments of configs/tiny_segments.py:steps are operands; those of configs/tiny_segments.py:long are
+lines of configs/tiny_long.py. The clip range of a segment of n tokens is proportional to 1/sqrt(n).
 
 Command:   python -m gspo_jax.main --config=configs/tiny_segments.py --workdir=/tmp/segments
 Hardware:  any machine with two CPU cores; a cold start of two minutes and one of RL
 Expected:  eval/accuracy 0.18 to 0.21 -> 0.81 to 0.88 with turns and with steps, 0.28 to 0.29 ->
-           0.37 to 0.53 with lines, seeds 17 to 19; ratios of whole responses are as good
-           (docs/objectives.md)
+           0.37 to 0.53 with lines, seeds 17 to 19; ratios of whole responses are as good as those
+           of turns and steps, and better than those of lines (benchmarks/results/objectives.md)
 Paper:     arXiv:2602.01202
 """
 

@@ -34,7 +34,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     sft=dict(
       steps=400,
       target_loss=0.0,  # Off: the model never learns the results computed without the calculator.
-      max_tokens=42,  # A demonstration has no spare turn: it takes 33.
+      max_tokens=42,  # The prompt takes 9, and a demonstration's three turns 33.
     ),
     rl=dict(iterations=40),
     eval=dict(every=5),

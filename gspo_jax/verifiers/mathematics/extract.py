@@ -119,8 +119,8 @@ def extract(response: str, finished: bool = True) -> str | None:
 
   Only text after the thought counts (`thought.after`). If the response has boxes, the answer is the
   last complete one, together with boxes listed before it (`\boxed{1}` and `\boxed{2}`). There is no
-  answer if all boxes are empty or incomplete. If "the final answer is" follows the last box, the
-  answer is the value after these words. If there is no box, the answer is the first of these:
+  answer if all boxes are empty or incomplete. If "the final answer is" and only a value follow the
+  last box, the answer is this value. If there is no box, the answer is the first of these:
 
   1. the value after the last "####", "answer is", "answer:" or "answer ="; if there is an
      `<answer>`, the words must be within the last one;
