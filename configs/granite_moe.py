@@ -9,7 +9,7 @@ Expected:  not run by us at this size. Memory of a device by `aot`, in an update
            v6e 28.4 and 23.3 of 32 GiB, H100 26.2 and 19.6 of 73 GiB
 
 Each layer has 32 experts, and a token uses 8 of them. An update may change this choice, which is
-the paper's reason for GSPO in mixtures of experts. Runs with both losses can compare this change.
+the paper's reason for GSPO in mixtures of experts. Runs with either loss count these changes.
 
 configs/granite_moe.py:tiny is a test of the set-up, with a small random model and the byte
 tokenizer. It needs only the two data files, and its reward stays near 0.

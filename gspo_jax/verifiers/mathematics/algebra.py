@@ -1,6 +1,6 @@
 """Decides whether two SymPy expressions are equal.
 
-Equality is proved exactly if that is fast. Otherwise the expressions are compared at some points in
+If an exact comparison is fast, it decides. Otherwise the expressions are compared at some points in
 many digits. Then a wrong answer could pass by accident, with a negligible probability.
 """
 

@@ -2,7 +2,7 @@
 
 Code before the program copies the standard input to the input files. At the program's end, this
 code copies the output files to the standard output, each after a mark. The code runs in the
-program's process, so the program can interfere with it, but only changes its own output thereby.
+program's process. A program could tamper with it, but would only change the program's own output.
 """
 
 from collections.abc import Sequence

@@ -37,8 +37,8 @@ def enter_namespaces(identity: int) -> bool:
   """Moves this process to new namespaces; its next child is process 1 there.
 
   A process without the right to create namespaces enters a user namespace, too. A container's root
-  may lack this right. It first becomes the user `identity`, since the kernel does not limit the
-  threads of root.
+  may lack this right. Such a process first becomes the user `identity`, since the kernel does not
+  limit the threads of root.
 
   Returns whether this process is still the machine's root user. If it is, each program later
   becomes another user.
