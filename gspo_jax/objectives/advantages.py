@@ -41,8 +41,8 @@ def group_advantages(
   A group has advantages of 0 if its rewards are equal up to rounding, or if it has only one valid
   response.
 
-  Reference: arXiv:2507.18071, Eq. 6, without ε and without a definition of std; arXiv:2503.20783
-  for "none"; arXiv:2402.14740 for "leave_one_out"; arXiv:2508.08221, §4.1, for "batch".
+  Reference: arXiv:2507.18071, Eq. 6, which has no ε and does not define std; arXiv:2503.20783 for
+  "none"; arXiv:2402.14740 for "leave_one_out"; arXiv:2508.08221, §4.1, for "batch".
   Raises: ValueError if a valid reward is not finite, or for an unknown `normalize`.
 
   Example:
@@ -244,8 +244,8 @@ def soft_advantages(
 
   Reference: arXiv:2503.05453, where Q̂_0 is estimated from responses of the reference policy.
   Differs: the responses of a group may come from a better policy than the reference. Then
-  `soft_value` is too large: the loss raises right responses too little. If all responses of the
-  group are right, it does not raise them at all.
+  `soft_value` is too large, and the loss raises the probability of right responses too little. If
+  all responses of a group are right, the loss does not raise their probability at all.
 
   Example:
     >>> advantage_PG = soft_advantages(jnp.array([[1.0, 0.0, 0.0]]), beta=0.5)
@@ -290,7 +290,7 @@ def selection_weights(
   """
   reward_PG, valid_PG = _group(reward_PG, "reward_PG", valid_PG)
   if select == "reward":
-    return jnp.maximum(reward_PG, 0)  # Rewards of other than valid responses are 0.
+    return jnp.maximum(reward_PG, 0)  # `_group` has set rewards of invalid responses to 0.
   if select != "best":
     raise ValueError(f'select must be "best" or "reward", got {select!r}')
   chosen_PG = valid_PG & (reward_PG > 0)
@@ -308,8 +308,8 @@ def alike(reward_PG: ArrayLike, valid_PG: ArrayLike, size_PG: Array | None = Non
   """Whether a group's valid rewards are equal up to rounding, [P, 1].
 
   Args:
-    size_PG: values to which rounding errors are relative: for a sum, the sum of absolute terms.
-      None means absolute rewards.
+    size_PG: values to which rounding errors are relative. If rewards are sums, these are the sums
+      of absolute terms. None means absolute rewards.
   """
   reward_PG = jnp.asarray(reward_PG)
   largest_P1 = jnp.where(valid_PG, reward_PG, -jnp.inf).max(axis=1, keepdims=True)

@@ -115,6 +115,6 @@ def unit_max(x_BT: Array, id_BT: Array | None) -> Array:
 def at_tokens(x_BU: Array, id_BT: Array | None) -> Array:
   """Repeats the value of each unit at its tokens, [B, T].
 
-  Without ids, `x_BU` [B, 1] is returned unchanged.
+  If `id_BT` is None, `x_BU` [B, 1] is returned unchanged.
   """
   return x_BU if id_BT is None else jax.vmap(lambda x, i: x[i])(x_BU, id_BT)

@@ -117,7 +117,7 @@ def bound(value: ArrayLike, name: str, like: Array, least: float = 0.0) -> Array
 
 def sums(name: str, results: object) -> None:
   """Raises TypeError if a loss has not returned `terms.Sums`."""
-  form = "(Mean(numerator, denominator), metrics, clipped_BT), a Mean of two numbers first"
+  form = "(Mean(numerator, denominator), metrics, clipped_BT) with two numbers in the Mean"
   if not (isinstance(results, tuple) and len(results) == 3 and isinstance(results[0], Mean)):
     raise TypeError(f"{name} returned {_shortened(results)}, expected {form}")
   total, metrics, clipped_BT = results

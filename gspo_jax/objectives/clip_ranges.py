@@ -17,11 +17,11 @@ def length_factor(
 ) -> Array | None:
   """Computes the factor (L/|u|)^γ of clip ranges; None if γ = 0.
 
-  A unit u is a response or a segment of |u| tokens. L is `clip_length`, the length with a factor of
-  1, and γ is `clip_exponent`. GSPO's log s of a unit is a mean over |u| tokens. If tokens are
-  independent, the standard deviation of log s is proportional to |u|^(−1/2). With γ = 1/2 the range
-  is proportional to |u|^(−1/2), too, and an equal fraction of units is clipped at every length. An
-  empty unit has the factor of one token.
+  A unit u is a response or a segment of |u| tokens. L is `clip_length`, the length at which the
+  factor is 1, and γ is `clip_exponent`. GSPO's log s of a unit is a mean over |u| tokens. If tokens
+  are independent, the standard deviation of log s is proportional to |u|^(−1/2). With γ = 1/2 the
+  range is proportional to |u|^(−1/2), too, and an equal fraction of units is clipped at every
+  length. An empty unit has the factor of one token.
 
   Shapes: [B,U], number, number -> [B,U].
   Raises: ValueError if γ is negative, or if γ is not 0 and L is missing or not positive.
@@ -44,10 +44,11 @@ def length_factor(
 def effective_length(log_ratio_BT: Array, mask_BT: Array, id_BT: Array | None = None) -> Array:
   """Computes the effective length of a unit, (Σ_t |log w_t|)² / Σ_t (log w_t)².
 
-  It is the number of tokens over which the log-ratio of a unit is distributed: 1 if only one token
-  has a nonzero log-ratio, |u| if all have the same absolute value, and 0 if all log-ratios are 0 or
-  the unit is empty. `id_BT` is the unit of each token. None means that each row is one unit. The
-  result has no gradient.
+  A unit u is a response or a segment of |u| tokens, and w_t is the importance ratio of token t. The
+  effective length is the number of tokens over which the log-ratio of a unit is distributed. It is
+  1 if only one token has a nonzero log-ratio, and |u| if all log-ratios have the same absolute
+  value. It is 0 if all log-ratios are 0 or the unit is empty. `id_BT` is the unit of each token.
+  None means that each row is one unit. The result has no gradient.
 
   Shapes: [B,T] ×2, [B,T] or None -> [B,U].
 

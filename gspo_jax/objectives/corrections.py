@@ -33,8 +33,8 @@ def truncated_weight(
   """Truncated importance sampling (TIS): min(ρ, cap), with ρ = π_train/π_sampler.
 
   `level` "token" is the ratio ρ_it of each token. "sequence" is the product Π_t ρ_it over a
-  response, which is unbiased except for the truncation. "geometric" is the |y_i|-th root of this
-  product; its size does not grow with the length.
+  response. Apart from the truncation, the product is an unbiased weight. "geometric" is the
+  |y_i|-th root of the product. The root's deviation from 1 does not grow with the length.
 
   Shapes: [B,T] ×3 -> [B,T] or [B].
   Reference: fengyao.notion.site/off-policy-rl (token); richardli.xyz/rl-collapse (sequence).
@@ -68,7 +68,8 @@ def masked_weight(
   """Masked importance sampling (MIS): ρ if low ≤ ρ ≤ high, else 0.
 
   ρ and `level` are those of `truncated_weight`. With level "token", the method is called IcePop.
-  The default range is for tokens. Geometric means are much closer to 1, and need a narrower range.
+  The default range is for level "token". Weights of level "geometric" are much closer to 1, and
+  need a narrower range.
 
   Shapes: [B,T] ×3 -> [B,T] or [B].
   Reference: arXiv:2510.18855 (IcePop); richardli.xyz/rl-collapse.
@@ -136,7 +137,7 @@ def mismatch(
   """Mismatch of trainer and sampler, with Δ = log π_train − log π_sampler.
 
     mismatch/abs/mean, /max      mean and maximum of |Δ| over tokens
-    mismatch/tail                share of tokens with |Δ| > log 2, a ratio above 2 or below 1/2
+    mismatch/tail                share of tokens with a ratio above 2 or below 1/2 (|Δ| > log 2)
     mismatch/k3                  k3 estimate of KL(π_sampler‖π_train)
     mismatch/sequence/mean       mean over responses of the mean Δ of their tokens. It shows a bias;
                                  random errors cancel out

@@ -1,4 +1,4 @@
-"""On-policy distillation: a teacher's log-probs of responses sampled by the student.
+"""On-policy distillation: advantages from a teacher's log-probs of the student's responses.
 
 The old policy π_old is the student before the updates.
 """
@@ -16,14 +16,14 @@ from gspo_jax.objectives.reductions import Mean, reduced
 def distillation_advantages(
   old_logp_BT: ArrayLike, teacher_logp_BT: ArrayLike, mask_BT: ArrayLike, discount: Number = 0.0
 ) -> Array:
-  """Advantages of tokens from a teacher alone. [B,T] ×3 -> [B,T].
+  """Advantages of tokens, from a teacher instead of rewards. [B,T] ×3 -> [B,T].
 
   Â_t = −Σ_{u≥t} γ^(u−t) (log π_old(y_u) − log π_teacher(y_u)).
 
-  γ is `discount`. With γ = 0, a token's advantage depends on its own log-probs only. With γ = 1,
-  the mean of Â_t over responses of π_old is the negative reverse KL divergence
-  KL(π_old‖π_teacher) of the tokens from t on. Masked positions are skipped in the sum, and have an
-  advantage of 0. Advantages are not relative to a group.
+  γ is `discount`. With γ = 0, a token's advantage depends on the log-probs of this token only. With
+  γ = 1, the mean of Â_t over responses of π_old is −KL(π_old‖π_teacher), the negative reverse KL
+  divergence of the tokens from t on. Masked positions are skipped in the sum, and have an advantage
+  of 0. Advantages are not relative to a group.
 
   Reference: K. Lu, On-Policy Distillation, Thinking Machines Lab, 2025 (γ = 0); arXiv:2306.08543,
   Eq. 2 (MiniLLM, γ = 1); arXiv:2306.13649 (GKD).

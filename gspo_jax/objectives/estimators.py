@@ -26,18 +26,18 @@ class Estimator:
   options: tuple[str, ...] = ()
   group: bool = False  # Compares the responses to a prompt, and needs at least two.
   relative: bool = False  # Groups of equal rewards have advantages of 0.
-  # Compares equally numbered turns or lines. Those with equal returns have advantages of 0.
+  # Compares turns or lines of the same number. If their returns are equal, advantages are 0.
   parts: bool = False
   across_groups: bool = False  # Uses statistics of the whole batch, which exclude masked responses.
   # Required parts of a configuration: a "critic", a "teacher", a "reference" policy in the reward,
   # "signals" (several rewards, costs), and separate rewards of "turns" or "lines".
   needs: frozenset[str] = frozenset()
   beside: frozenset[str] = frozenset()  # Parts of a configuration that are allowed, not required.
-  # Estimators of group rewards that this estimator may be combined with. () means all.
+  # Values of `objective.advantage_kind` with which this estimator may be combined. () means all.
   kinds: tuple[str, ...] = ()
   by_token: bool = False  # Advantages may differ between tokens of a response.
   by_response: bool = True  # There is also one advantage per response, for losses that need it.
-  of_rewards: bool = True  # The advantages include those from a group's rewards.
+  of_rewards: bool = True  # The advantages include the advantages from a group's rewards.
   on_devices: bool = False  # Computed on the devices, after the passes of an iteration.
 
 
@@ -54,8 +54,8 @@ _WHOLE = frozenset({"turns"})
 
 _KINDS = ("std", "none", "leave_one_out")  # Estimators within a group, also for turns and lines.
 
-# By default, a configuration has the first estimator with nonempty `needs` that are all met. If no
-# needs are met, it has the estimator of the loss's publication (`policy_loss`).
+# By default, a configuration has the first of these estimators with nonempty `needs` that are all
+# met. If there is none, it has the estimator of the loss's publication (`policy_loss`).
 _ALL = (
   Estimator(
     "gae",

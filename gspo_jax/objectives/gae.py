@@ -103,7 +103,7 @@ def turn_gae(
   turn_BT = checks.ids(turn_BT, "turn_BT", mask_BT)
   same_turn_BT = _next_is_alike(turn_BT, mask_BT)
   first_BT = mask_BT & ~_reversed(_next_is_alike(*map(_reversed, (turn_BT, mask_BT))))
-  # At the first token of a turn, the sum of the turn's rewards.
+  # At the first token of a turn, `total_BT` is the sum of the turn's rewards.
   total_BT = backward((same_turn_BT | ~mask_BT).astype(dtype), reward_BT)
 
   def at_all_tokens(x_BT: Array) -> Array:
@@ -127,7 +127,7 @@ def backward(a_BT: Array, b_BT: Array) -> Array:
 
 
 def _next_is_alike(id_BT: Array, mask_BT: Array) -> Array:
-  """Whether the next unmasked token has the same id; False if masked."""
+  """Whether the next unmasked token has the same id; False at masked positions."""
   id_BT = jnp.where(mask_BT, 1 + id_BT, 0)
   # Id of the next unmasked token, 0 if there is none.
   next_id_BT = _shift(backward(1 - mask_BT.astype(id_BT.dtype), id_BT))

@@ -67,8 +67,9 @@ def kl_k3_weighted(logp_BT: Array, ref_logp_BT: Array, old_logp_BT: Array) -> Ar
   k3_w = π/π_old · k3.
 
   k3_w is an unbiased estimate of KL(π‖π_ref), at prefixes sampled by π_old. The ratio w = π/π_old
-  is differentiated, too, so the gradient of k3_w is an unbiased estimate of the gradient of
-  KL(π‖π_ref): E_old[∇(w k3)] = ∇ E_π[k3].
+  is differentiated, too. So the gradient of k3_w is an unbiased estimate of the gradient of
+  KL(π‖π_ref). In symbols, E_old[∇(w k3)] = ∇ E_π[k3], where E_old is the mean over tokens sampled
+  by π_old.
 
   Shapes: [B,T] ×3 -> [B,T].
   Reference: arXiv:2512.02556 (DeepSeek-V3.2), "unbiased KL estimate"; arXiv:2512.21852 compares
@@ -81,7 +82,7 @@ def kl_k3_weighted(logp_BT: Array, ref_logp_BT: Array, old_logp_BT: Array) -> Ar
     ['0.1368', '0.0000']
   """
   log_ratio_BT = _log_ratio(logp_BT, ref_logp_BT)
-  # The bound of each factor is the square root of `bounded_exp`'s, so the product is finite.
+  # The bound of each factor is the square root of the default bound, so the product is finite.
   k3_BT = ratios.bounded_expm1(-log_ratio_BT, share=0.375) + log_ratio_BT
   return ratios.bounded_exp(_log_ratio(logp_BT, old_logp_BT), share=0.375) * k3_BT
 

@@ -18,7 +18,8 @@ def overlong_penalty(length: ArrayLike, max_length: Number, buffer: Number) -> A
   lengths are in tokens.
 
   Shapes: any -> the same.
-  Reference: arXiv:2503.14476 (soft overlong punishment; 20,480 and 4,096 tokens there).
+  Reference: arXiv:2503.14476 (soft overlong punishment), where max_length is 20,480 and buffer is
+  4,096.
 
   Example:
     >>> print(overlong_penalty(jnp.array([85, 90, 120]), max_length=100, buffer=20))

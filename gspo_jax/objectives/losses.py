@@ -149,7 +149,9 @@ def ppo_loss(
   dual_clip: Number | None = None,
   **options: Unpack[Options],
 ) -> Sums:
-  """PPO: `grpo_loss` with an advantage for each token, and other ranges.
+  """PPO: `grpo_loss` with an advantage for each token.
+
+  The default of `clip_high` differs from that of `grpo_loss`, too.
 
   J = E[ 1/|y| Σ_t min( w_t Â_t, clip(w_t, 1 − clip_low, 1 + clip_high) Â_t ) ],
   w_t = π_θ(y_t)/π_old(y_t).

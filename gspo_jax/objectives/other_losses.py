@@ -34,7 +34,8 @@ def cispo_loss(
   w_it = π_θ(y_it)/π_old(y_it).
 
   sg stops gradients. The gradient of a token outside the range is bounded, but not 0. If `clip_low`
-  is None, there is no lower bound. Clip fractions include tokens with either sign of the advantage.
+  is None, there is no lower bound. Clip fractions count all tokens outside the range, whatever the
+  signs of their advantages.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
   Reference: arXiv:2506.13585, Eq. 4 and 5; in practice, the authors have no lower bound.
@@ -78,13 +79,14 @@ def gmpo_loss(
   w_it = π_θ(y_it)/π_old(y_it).
 
   GSPO bounds the geometric mean of the tokens' ratios, and GMPO bounds each of these ratios. So a
-  token outside the range loses its own gradient only, not that of the whole response. `clip_low`
+  token outside the range loses its gradient, and the rest of the response keeps its own. `clip_low`
   and `clip_high` are bounds of log-ratios.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
-  Reference: arXiv:2507.20673v3, Eq. 4 in log space (Algorithm 1), range (e^−0.4, e^0.4) from §3.
-  Differs: advantages may be per token. Then a token's bound follows from the sign of its own
-  advantage, and Â_i is the mean over the response.
+  Reference: arXiv:2507.20673v3, Eq. 4, computed in log space as in Algorithm 1. The default range
+  of ratios, (e^−0.4, e^0.4), is that of §3.
+  Differs: each token may have an advantage. Then the bound of a token depends on the sign of its
+  advantage, and Â_i is the mean of the tokens' advantages.
 
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
@@ -180,14 +182,15 @@ def dppo_loss(
 
   D is the divergence between two distributions over the events "y_t" and "another token", with the
   probabilities p = π_old(y_t) and q = π_θ(y_t) of y_t. `divergence` "tv" is |p − q|, and "kl" is
-  p log(p/q) + (1 − p) log((1 − p)/(1 − q)). For example, a change of probability from 1e-5 to 1e-3
-  has the ratio 100 but a small D, and keeps its gradient. A change from 0.99 to 0.8 has the ratio
-  0.8 but a large D, and loses its gradient. L is `max_length`; `aggregate` as in `grpo_loss`.
+  p log(p/q) + (1 − p) log((1 − p)/(1 − q)). For example, a token whose probability rises from 1e-5
+  to 1e-3 has a ratio of 100 but a small D, and keeps its gradient. A token with Â < 0 whose
+  probability falls from 0.99 to 0.8 has a ratio of 0.8 but a large D, and loses its gradient. L is
+  `max_length`, and `aggregate` is that of `grpo_loss`.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
   Reference: arXiv:2602.04879, Eq. 11 to 14. The default thresholds are those of the authors' script
-  for "tv". For "kl", the script has 0.05. The script takes π_old from the sampler, without
-  recomputation.
+  for "tv". For "kl", the script has 0.05. The script takes π_old from the sampler, and does not
+  recompute it in the trainer.
   Differs: the authors' approximation by the K likeliest tokens is not included.
 
   Example:
@@ -224,7 +227,7 @@ def vespo_loss(
   lambda_neg: Number = 2.0,
   **options: Unpack[Options],
 ) -> Sums:
-  """VESPO: REINFORCE with weights from a smooth function of the response's ratio.
+  """VESPO: REINFORCE, weighted by a smooth function of the response's ratio.
 
   J = 1/Σ_i|y_i| Σ_i Σ_t sg[ φ(W_i) ] Â_i log π_θ(y_it),
   φ(W) = W^k exp( λ (1 − W) ),  W_i = exp( Σ_t log π_θ(y_it)/π_old(y_it) ),
@@ -237,9 +240,9 @@ def vespo_loss(
   Shapes: [B,T] ×2, [B], [B,T] -> scalar. In packed rows (`response_BT`) the advantage may be [B,T],
   constant over each response.
   Reference: arXiv:2602.10693v3, Eq. 20, with k and λ of §4.1, where they are called c_1 and c_2.
-  The paper takes π_old from the sampler, without recomputation.
-  Differs: Eq. 20 sums over the tokens of a response. The mean over all tokens of the batch is that
-  of the authors' code.
+  The paper takes π_old from the sampler, and does not recompute it in the trainer.
+  Differs: Eq. 20 sums over the tokens of a response. J is a mean over all tokens of the batch, as
+  in the authors' code.
 
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
@@ -284,10 +287,10 @@ def opmd_loss(
   J = 1/G Σ_i ( Â_i Σ_t log π_θ(y_it) − β/2 ( Σ_t log w_it )² ),
   w_it = π_θ(y_it)/π_old(y_it).
 
-  The squared log-ratio is that of the whole response. J is largest if this log-ratio is Â_i/β. With
-  Â_i = r_i − β log Z, that policy maximises the mean of r − β KL(π_θ‖π_old). The gradient is that
-  of `soft_loss`, divided by 2β, with the old policy instead of the reference policy. The metrics
-  have no clip fractions.
+  The squared log-ratio is that of the whole response. J is largest if this log-ratio is Â_i/β. If
+  Â_i = r_i − β log Z with a normalising constant Z, the policy with these log-ratios maximises the
+  mean of r − β KL(π_θ‖π_old). The gradient is that of `soft_loss` divided by 2β, with the old
+  policy instead of the reference policy. The metrics have no clip fractions.
 
   Shapes: [B,T] ×2, [B], [B,T], number -> scalar. In packed rows (`response_BT`) the advantage may
   be [B,T], constant over each response.

@@ -147,8 +147,9 @@ def detached_ratio(log_ratio_BX: Array, scale_BX: ArrayLike, logp_BT: Array) -> 
 def scale(length_BX: Array, length_exponent: Number) -> Array:
   """Returns `scale` of `detached_ratio`, |u|^(1−α).
 
-  The loss is a mean over the tokens of u, which multiplies gradients by |u|^−1. The product of both
-  factors is |u|^−α, the derivative of log s by a token's log-prob.
+  |u| is the length of a unit u, and α is `length_exponent`. The loss is a mean over the tokens of
+  u, which multiplies gradients by |u|^−1. The product of both factors is |u|^−α, the derivative of
+  log s with respect to a token's log-prob.
   """
   return jnp.maximum(length_BX, 1) ** (1 - length_exponent)
 
@@ -183,11 +184,12 @@ def tail(log_ratio_BT: Array, number: Array) -> Mean:
 
 
 def bounded_exp(log_x: Array, share: float = 0.75) -> Array:
-  """Returns exp(log_x), at most max^share of its dtype.
+  """Returns exp(log_x), at most max^share.
 
-  By default the bound is e^66 in float32 and e^532 in float64. Without a bound, exp would be inf
-  above e^88 in float32, and inf · 0 in the backward pass would make all gradients NaN. The bound is
-  well below the largest float, so that products with advantages and sums stay finite, too.
+  max is the largest number of the dtype. By default the bound is e^66 in float32 and e^532 in
+  float64. Without a bound, exp would be inf above e^88 in float32, and inf · 0 in the backward pass
+  would make all gradients NaN. The bound is well below the largest float, so that products with
+  advantages and sums stay finite, too.
   """
   return jnp.exp(_bounded(log_x, share))
 

@@ -71,15 +71,16 @@ def spo_loss(
 
   L = 1/B Σ_i (Q_i − r_i)²,  Q_i = Q̂_0 + β Σ_t log π_θ(y_it)/π_ref(y_it).
 
-  Q_i is the soft value of the state after response i, according to the policy. It is the sum of the
-  soft value Q̂_0 of the prompt (`value_B`, from `soft_value`) and of a soft advantage, β times the
-  log-ratio to the reference policy. The loss fits Q_i to the reward r_i of the response. The
-  responses may come from any policy.
+  Q_i is the soft value of the state after response i, according to the policy. Q_i is the sum of
+  two terms. The first is the soft value Q̂_0 of the prompt (`value_B`, computed by `soft_value`).
+  The second is a soft advantage: β times the log-ratio to the reference policy. The loss fits Q_i
+  to the reward r_i of the response. The responses may come from any policy.
 
   Shapes: [B,T] ×2, [B] ×2 ([B,T] in packed rows), [B,T], number -> scalar.
-  Reference: arXiv:2405.19107 (DRO), Eq. 2 and 4, times 2, with an estimate of V* instead of a
-  learned V. It is also the surrogate loss of arXiv:2501.12599, §2.3.2. SPO (arXiv:2503.05453) calls
-  it terminal Q-regression; we have read the abstract and others' code, but not the equations.
+  Reference: arXiv:2405.19107 (DRO), Eq. 2 and 4, multiplied by 2. DRO learns the value of the
+  prompt; here the value is estimated. L is also the surrogate loss of arXiv:2501.12599, §2.3.2. SPO
+  (arXiv:2503.05453) calls this loss terminal Q-regression. Of SPO we have read the abstract, and
+  code by others, but not the equations.
 
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
@@ -107,7 +108,7 @@ def _soft_error(
 ) -> tuple[Array, Metrics]:
   """Computes Q_i − r_i of each response [B, U], and metrics.
 
-  Empty responses have 0. The metrics are the means of Q_i − Q̂_0 and of Q_i − r_i.
+  Q_i − r_i is 0 for empty responses. The metrics are the means of Q_i − Q̂_0 and of Q_i − r_i.
   """
   gain_BU = beta * tokens.sums(log_ratio_BT)
   error_BU = jnp.where(tokens.length_BU > 0, ratios.difference(gain_BU, advantage_BU), 0)
@@ -131,9 +132,9 @@ def rft_loss(
   L = −(Σ_i w_i Σ_t log π_θ(y_it))/(Σ_i w_i |y_i|),  w_i = max(Â_i, 0).
 
   This is supervised fine-tuning on responses selected by their rewards (`selection_weights`). With
-  weights of 0 and 1, L is a mean over the tokens of selected responses. Other responses are
-  excluded from the denominator and from penalties, too. L does not depend on `old_logp_BT`, but
-  metrics do.
+  weights of 0 and 1, L is a mean over the tokens of selected responses. Responses with a weight of
+  0 are excluded from the denominator, and have no penalties. L does not depend on `old_logp_BT`,
+  but metrics do.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
   Reference: arXiv:2304.06767 (RAFT, best of n), arXiv:2308.01825 (RFT, all right responses),

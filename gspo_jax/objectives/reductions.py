@@ -26,7 +26,7 @@ from gspo_jax.objectives import signatures
 
 
 class _Over(NamedTuple):
-  """The operation that reduces a field, such as a sum, in three forms."""
+  """An operation that reduces a field, for example a sum, in three forms."""
 
   pair: Callable  # (x, y): of two values.
   axis: Callable  # (x, axis): over an axis of an array.
@@ -222,7 +222,7 @@ def is_reduction(x: object) -> bool:
 
 
 def _field_by_field(reduce: Callable, *trees: Any) -> Any:
-  """Calls `reduce` with operation and values of each field."""
+  """Calls `reduce` for each field, with the field's operation and values."""
 
   def by_field(*reductions: Any) -> Any:
     kind = type(reductions[0])

@@ -78,8 +78,9 @@ def luspo_loss(
   J = 1/G Σ_i |y_i| min( s_i Â_i, clip(s_i, 1 − clip_low, 1 + clip_high) Â_i ),
   s_i = exp( 1/|y_i| Σ_t log π_θ(y_it)/π_old(y_it) ).
 
-  The gradient is s_i Â_i Σ_t ∇ log π_θ(y_it), so a token has the same weight in a long response as
-  in a short one. The KL penalty and the entropy bonus are multiplied by the length, too.
+  If response i is not clipped, its gradient is s_i Â_i Σ_t ∇ log π_θ(y_it). So a token has the same
+  weight in a long response as in a short one. The KL penalty and the entropy bonus of a response
+  are multiplied by its length, too.
 
   Shapes: [B,T] ×2, [B], [B,T] -> scalar. In packed rows (`response_BT`) the advantage may be [B,T],
   constant over each response.
@@ -168,17 +169,17 @@ def segment_loss(
 
   sg stops gradients. Response i has K_i segments z_ik, for example turns or lines. `segment_BT` has
   the segment number of each token, an integer in [0, T). All segments of a row have different
-  numbers, even if the row has several responses. If each response is one segment, the loss is
-  GSPO-token; if each token is one segment, it is GRPO. If all tokens of a segment have the same
-  advantage Â_ik, the loss of response i has the value and the gradient of
+  numbers, even if the row has several responses. If each response is one segment, the loss is that
+  of GSPO-token. If each token is one segment, the loss is that of GRPO. If all tokens of a segment
+  have the same advantage Â_ik, the loss of response i has the value and the gradient of
   -1/K_i Σ_k min( s_ik Â_ik, clip(s_ik) Â_ik ).
 
-  `aggregate`: "sequence" is the equation above, and "segment" the mean over all segments. "token"
-  and "constant" are those of `grpo_loss`.
+  `aggregate`: "sequence" is the equation above. "segment" is the mean over all segments of the
+  batch. "token" and "constant" are those of `grpo_loss`.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] ×2 -> scalar.
-  Reference: an addition: arXiv:2507.18071, Eq. 7 and 14, with segments in the place of responses.
-  GSsPO (arXiv:2602.01202) also has a ratio per sub-sequence, according to its abstract.
+  Reference: an addition to arXiv:2507.18071, which has Eq. 7 and 14 for whole responses. GSsPO
+  (arXiv:2602.01202) also has a ratio per sub-sequence, according to its abstract.
   `length_exponent` and `clip_exponent` are those of `gspo_loss`, for the length of a segment.
 
   Example:
@@ -215,9 +216,10 @@ def _response_loss(
   clip_exponent: Number = 0.0,
   length_exponent: Number = 1.0,
 ) -> tuple[Array, Array, Metrics, Array]:
-  """Computes losses of responses, lengths, metrics and clipped tokens.
+  """Computes losses and lengths of responses, metrics, and clipped tokens.
 
-  The losses [B, U], of U responses packed in a row, are clipped and have no penalties yet.
+  Losses and lengths have shape [B, U] for U responses in a row. The losses are clipped, and do not
+  include penalties.
   """
   tokens = batch.tokens
   log_ratio_BU, length_BU = ratios.unit_log_ratio(
@@ -248,7 +250,7 @@ def _segment_loss(
   clip_exponent: Number,
   length_exponent: Number,
 ) -> tuple[Array, Array, Metrics, Array]:
-  """Computes losses of tokens, segment lengths, metrics and clipped tokens."""
+  """Computes losses of tokens, lengths of their segments, metrics, and clipped tokens."""
   log_ratio_BU, length_BU = ratios.unit_log_ratio(
     batch.log_ratio_BT, batch.tokens.mask_BT, segment_BT, length_exponent
   )

@@ -10,7 +10,9 @@ from jax.typing import ArrayLike
 
 
 def short(function: Callable, scalars: Any) -> inspect.Signature:
-  """Returns a signature with short types, and arrays for reductions.
+  """Returns a signature with short names of types.
+
+  A reduction is shown as an `Array`.
 
   Args:
     function: function that returns reductions.

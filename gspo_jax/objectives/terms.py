@@ -83,11 +83,11 @@ def policy_loss(
   recorded: bool = False,
   to_reference: bool = False,
 ) -> Callable[[Callable[Arguments, Sums]], PolicyLoss[Arguments]]:
-  """Declares a policy loss: a decorator of functions to `Sums`.
+  """Declares a function to be a policy loss, as a decorator.
 
-  The first arguments of the function are logp_BT, old_logp_BT, advantage_B or advantage_BT, and
-  mask_BT. Further arguments are options (numbers or words with defaults) and arrays of `Options`.
-  With `**options`, the loss has all arguments of `Options`.
+  The function returns `Sums`. Its first arguments are logp_BT, old_logp_BT, advantage_B or
+  advantage_BT, and mask_BT. Further arguments are options (numbers or words with defaults) and
+  arrays of `Options`. With `**options`, it has all arguments of `Options`.
 
   Args:
     levels: allowed levels of importance correction, the default first. None means `BY_TOKEN` if
@@ -294,8 +294,8 @@ def either(clipped_BX: Clipped, tokens: Tokens) -> Array:
 def update_metrics(batch: Batch, log_ratio: Array, live: Array, clipped_BX: Clipped) -> Metrics:
   """Computes metrics of a clipped objective: ratios and clip fractions.
 
-  `clip_fraction/token` is the share of tokens clipped by the upper or lower bound, and
-  `clip_fraction/sequence` the mean over responses of this share.
+  `clip_fraction/token` is the share of tokens clipped by the upper or lower bound.
+  `clip_fraction/sequence` computes this share for each response, and is the mean over responses.
 
   Args:
     log_ratio: log-ratios of the loss, by token, segment or response.
@@ -339,7 +339,7 @@ def _drift(log_ratio_BT: Array, tokens: Tokens) -> Metrics:
   `kl/k1` and `kl/k3` are estimates of KL(π_old‖π_θ) (kl.py). `ratio/tail` is the share of tokens
   with a ratio above 2 or below 1/2. `ratio/effective_length` is the mean number of tokens over
   which the log-ratio of a response is distributed (`clip_ranges.effective_length`). This metric
-  ignores log-ratios as small as rounding errors, and responses without larger log-ratios.
+  ignores log-ratios as small as rounding errors, and responses with only such log-ratios.
   """
   k3_BT = _deviation(log_ratio_BT) - log_ratio_BT
   rounding = _ROUNDING * jnp.finfo(log_ratio_BT.dtype).eps
