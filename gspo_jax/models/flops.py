@@ -1,6 +1,6 @@
 """Floating-point operations (FLOPs) of a model, and model FLOPs utilisation (MFU) of the devices.
 
-A product of a number with a weight, added to a sum, is two operations.
+A multiplication and the addition of its result to a sum are two operations.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ class Work:
   dense: float  # Products with projections, dense and shared feed-forwards, and routers.
   experts: float  # Products of tokens with their chosen experts.
   attention: float  # Scores, and weighted sums of values.
-  linear: float  # The gated delta rule: `_rule_products`.
+  linear: float  # The gated delta rule (`_rule_products`).
   head: float  # Logits.
 
   def forward(self) -> float:
@@ -67,7 +67,7 @@ def work(
   """Returns the work of the last `queries` of `keys` tokens in each sequence.
 
   heads: number of positions with logits, over all sequences. 0 means all queries.
-  decoding: whether each query is a pass of its own, so that linear attention has no chunks.
+  decoding: whether each query has a separate forward pass. If so, linear attention has no chunks.
   """
   tokens = sequences * queries
   _, active = transformer.count(config)
@@ -95,10 +95,10 @@ def _rule_products(config: ModelConfig, queries):
 
   products = N (3 H J + 2 L J) + 2 K L H
 
-  for N value heads and K key heads. A position reads a head's state for its key and for its query,
-  and writes to it. Within a chunk the products are k kᵀ and q kᵀ of each key head, and for each
-  value head (I + A)⁻¹ B and the sum of values with weights q kᵀ. The inverse itself does not
-  count.
+  for N value heads of width J and K key heads of width H. A position reads the state of a value
+  head twice, for its key and for its query, and writes to the state once. Within a chunk, each key
+  head has the products k kᵀ and q kᵀ. Each value head has the product (I + A)⁻¹ B (`delta_rule`),
+  and a sum of values with weights q kᵀ. The computation of the inverse does not count.
 
   queries: maximum L; 0 if positions are computed one by one.
   """
@@ -124,7 +124,7 @@ def forward_flops(
   """Returns the model FLOPs of a forward pass over prompts and responses.
 
   Each prompt counts once, without logits. A response is the tokens from `prompt_B` to `end_B`, with
-  logits. Padding does not count. An update takes three times as many FLOPs.
+  logits. Padding does not count. An update takes three times as many FLOPs as a forward pass.
 
   Args:
     prompt_P: lengths of the prompts.
@@ -165,7 +165,9 @@ def iteration_flops(
 def utilisation(
   operations: float, seconds: float, devices: Sequence[jax.Device]
 ) -> dict[str, float]:
-  """Returns metrics: FLOPs per second, and MFU if the peak is known.
+  """Returns metrics: FLOPs per second, and MFU.
+
+  MFU is absent if the peak FLOPs per second of the device are unknown.
 
   operations: model FLOPs of updates; recomputation does not count.
   seconds: duration of these updates.

@@ -63,9 +63,9 @@ def _last_axis(scale: jax.Array, x: jax.Array) -> jax.Array:
 def with_each_token(combine: Callable, x: jax.Array, weight: jax.Array) -> jax.Array:
   """Computes combine(x, weight), a sum or product, with gradients summed in float32.
 
-  The weight is common to all tokens, so its gradient is a sum over all tokens, too long for
-  bfloat16. The result is computed in float32, too, and rounded to x's dtype. It equals the result
-  of the operation in x's dtype.
+  The weight is common to all tokens, so its gradient is a sum over all tokens. In bfloat16, the
+  rounding errors of such a long sum would be large. The result is computed in float32, too, and
+  rounded to x's dtype. This gives the same numbers as the operation in x's dtype.
   """
   x_float32 = _with_vector(combine, x.astype(jnp.float32), weight.astype(jnp.float32))
   return x_float32.astype(x.dtype)
@@ -164,7 +164,7 @@ def attend(
     positions_BT: positions for rotary embeddings. If there is a cache, also the slots to write.
     segments_BT: segment numbers, 0 for padding; unused if queries attend to a cache.
     tree: layout of sequences that share prefixes. None for plain rows.
-    from_start: whether the cache has no earlier tokens, so that it is written and not read.
+    from_start: whether the cache has no earlier tokens. If so, the cache is written and not read.
   """
   heads = P(BATCH, None, "tensor", None)
   q = project("BTD,DNH->BTNH", x_BTD, w.q, heads)
@@ -252,7 +252,8 @@ def _on_each_device(compute: ComputeConfig, declared: Scores, kv, tree, from_sta
 
   def attend_and_write(q, k, v, sink_N, kv, layer, positions_BT, segments_BT, paths):
     scores = declared._replace(sink_N=sink_N)
-    # The formulation depends on the length of a row, of a row of paths, or of trunk and branch.
+    # The formulation depends on a length: of a row, of a row of `paths`, or of a trunk and one
+    # branch together.
     length = q.shape[1] if paths is None else paths.read_RF.shape[1]
     if tree is not None:
       length += tree.trunk - tree.trunk // tree.branches

@@ -22,7 +22,8 @@ from gspo_jax.settings.training import LoraConfig
 # Odd numbers near 2^16 / g, 2^16 / g², 2^16 / g³, where g⁴ = g + 1, and near 2^16 (√2 - 1).
 _STEPS = (53_685, 43_977, 36_025, 27_145)
 
-_WITH = dict(q_gate="q", z="q")  # A gate has an adapter if q has one: Qwen3-Next's files join them.
+# A gate has an adapter if q has one, since Qwen3-Next's files store both in one tensor.
+_WITH = dict(q_gate="q", z="q")
 
 
 @flax.struct.dataclass

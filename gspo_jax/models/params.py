@@ -42,7 +42,8 @@ def with_adapters(
 
   @functools.partial(jax.jit, out_shardings=layout)
   def adapt(params, key):
-    fresh = weights.init(declared, key, jnp.float32)  # Only its adapters are computed.
+    # XLA computes only the adapters of `fresh`, since nothing reads its other weights.
+    fresh = weights.init(declared, key, jnp.float32)
     return lora.adapt(as_read(params, model, dtype), fresh)
 
   params = adapt(params, jax.random.key(seed))

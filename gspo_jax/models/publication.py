@@ -25,7 +25,7 @@ def publisher(shardings: Any, dtypes: Any) -> Callable[[Any], Any]:
   Args:
     shardings: layout of the sampler's parameters.
     dtypes: dtypes of the sampler's parameters; `Int8` of dtypes for matrices in eight bits.
-      Trainer and sampler are the same network only if these are the trainer's compute dtypes.
+      Trainer and sampler are the same network only if `dtypes` are the trainer's compute dtypes.
   """
 
   def publish(x: Any, target: Any, dtype: Any) -> Any:
@@ -92,7 +92,7 @@ class Publishers:
 
 
 def make_publishers(shardings: Any, dtypes: Any, separate: bool) -> Publishers:
-  """Builds the publishers of a run; both kinds merge adapters.
+  """Builds the publishers of a run; they merge adapters, too.
 
   Args:
     shardings: layout of the sampler's parameters.

@@ -45,9 +45,9 @@ def choose(
 ) -> str:
   """Chooses the implementation of attention.
 
-  Returns `implementation`, or for "auto" the fastest that supports the other arguments: `plain` for
-  few queries, else the platform's kernel, else `blockwise`. Raises ValueError if the named
-  implementation does not support the other arguments.
+  "auto" chooses `plain` for few queries, else the platform's kernel if it supports the other
+  arguments, else `blockwise`. Any other `implementation` is returned unchanged. Raises ValueError
+  if it does not support the other arguments.
 
   queries: T, queries per row.
   scores: window, soft bound and sinks. None means no window, bound or sinks.

@@ -1,6 +1,7 @@
 """Attention in blocks of queries and keys: an online softmax without a [T, S] array.
 
-Axes: i blocks of R queries, blocks of C keys, n = N / K query heads of each key head.
+Axes: i blocks of queries, R queries of a block, C keys of a block, n = N / K query heads of each
+key head.
 """
 
 import functools
@@ -23,9 +24,9 @@ class Scores(NamedTuple):
   """Options of the scores cap · tanh(q kᵀ · scale / cap), the logits of attention's softmax."""
 
   scale: float  # Usually H^(-1/2).
-  window: int = 0  # Number of last positions a query sees, its own included; 0: all.
-  cap: float = 0.0  # Soft bound on a score; 0: none, so scores are q kᵀ · scale.
-  sink_N: Any = None  # Sinks: a further logit in each head's softmax, float32. None: no sinks.
+  window: int = 0  # Number of last positions a query sees, its own included. 0 means all.
+  cap: float = 0.0  # Soft bound on a score. 0 means no bound, so scores are q kᵀ · scale.
+  sink_N: Any = None  # Sink, a further logit in each head's softmax, float32. None means no sinks.
 
 
 _einsum_float32 = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -48,8 +49,7 @@ def attend_blockwise(
   """Attention of query t to keys s <= order_t of its segment, [B, T, N, H].
 
   In forward and backward pass, only the scores of one block of queries and one block of keys are in
-  memory.
-  Blocks before the first and after the last visible key are skipped. FlashAttention,
+  memory. Blocks before the first and after the last visible key are skipped. FlashAttention,
   arXiv:2205.14135, algorithms 1 and 4.
 
   Args:
@@ -86,22 +86,24 @@ class Queries(NamedTuple):
 
   last: jax.Array  # Index of the last key that the query may see; -1 for padding.
   segment: jax.Array
-  first: jax.Array | None = None  # Lower bound of the first visible index. None: no window.
-  position: jax.Array | None = None  # None: no window.
+  # Lower bound of the first visible index. None if there is no window.
+  first: jax.Array | None = None
+  position: jax.Array | None = None  # None if there is no window.
 
 
 class Keys(NamedTuple):
   """Data of the keys: arrays [B, S] of all keys, or [B, C] of one block."""
 
   segment: jax.Array
-  position: jax.Array | None = None  # None: no window.
+  position: jax.Array | None = None  # None if there is no window.
 
 
 def block_size(rows: int) -> int:
   """Returns a block size, a power of two.
 
-  On CPU the scores of a block, rows · size² numbers, fit in a core's cache of about a megabyte,
-  unless the size would be below 64. Blocks of 512 would take twice as long.
+  On CPU, the size is such that the scores of a block, rows · size² numbers, fit in a core's cache
+  of about a megabyte. The size is at least 64, even if the scores then exceed the cache. Attention
+  with blocks of 512 would take twice as long.
 
   rows: number of rows times heads, B·N.
   """

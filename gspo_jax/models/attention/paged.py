@@ -33,11 +33,12 @@ def attend(
 ) -> tuple[jax.Array, list[jax.Array]]:
   """Writes one new key and value per row, and attends.
 
-  Returns outputs [B, N, H], and the cache, updated in place. The pages up to a row's position, or
-  those in its window, are copied to the vector memory once, each page during the computation of the
-  previous one. Of the last page, only the hardware tile with the new position is written back, and
-  for int8 the page's scales.
-  Keys and values in int8 are not scaled: their scales multiply scores and attention weights.
+  Returns outputs [B, N, H], and the cache, updated in place. The pages up to a row's position are
+  copied to the vector memory once. In layers with a window, only the pages in the window are
+  copied. Each page is copied during the computation of the previous page. Of the last page, only
+  the hardware tile with the new position is written back; for int8, the page's scales are written
+  back, too. Keys and values in int8 are not multiplied by their scales. Instead, the scales
+  multiply scores and attention weights.
 
   Args:
     q_BNH: queries, already multiplied by `scores.scale`.
@@ -65,7 +66,7 @@ def attend(
     compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
     cost_estimate=_cost(q_BNH, stored, width, scores),
     interpret=interpret,
-    # `aot.programs` scales costs by this name, from full rows to their mean length.
+    # `aot.programs` finds costs by this name, and scales them from full rows to the mean length.
     name="local_paged_attention" if scores.window else "paged_attention",
   )(
     position_B,
@@ -150,7 +151,8 @@ def _kernel(
     begin = jnp.maximum(last - scores.window + 1, 0) // S if scores.window else 0
     return begin, last // S
 
-  def fetch(row, i, side, method):  # Sides of buffers: for the current page, and for the next one.
+  # Each buffer has two sides, one for the current page and one for the next page.
+  def fetch(row, i, side, method):
     page = table[(row0 + row) * width + i]
     for n, (source, target) in enumerate(zip(stored, buffers)):
       copy = pltpu.make_async_copy(source.at[page], target.at[side], fetched.at[n, side])
@@ -189,7 +191,8 @@ def _kernel(
 
       return 1 - side, highest, old * total + weight.sum(-1, keepdims=True), old * sums + value
 
-    zeros = jnp.zeros((K, n, 1), jnp.float32)  # A sink is a first score of weight 1, without value.
+    # A sink counts as a first score, with weight 1 and no value.
+    zeros = jnp.zeros((K, n, 1), jnp.float32)
     start = (zeros + sinks[0][:, :, :1], zeros + 1) if sinks else (zeros + NEGATIVE, zeros)
     carry = (side, *start, jnp.zeros((K, n, H), jnp.float32))
     side, _, total, sums = jax.lax.fori_loop(begin, last + 1, attend_page, carry)

@@ -114,7 +114,8 @@ def rotate(x_BTNH: jax.Array, position_BT: jax.Array, rotation: Rotation) -> jax
 
   (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for angles position · frequency, where x1 and x2
   are the two halves of the rotated dimensions, as in Hugging Face. RoFormer, arXiv:2104.09864,
-  eq. 34. The result is multiplied by `rotation.factor`. Further dimensions are unchanged.
+  eq. 34. The result is multiplied by `rotation.factor`. Dimensions that are not rotated are
+  unchanged.
   """
   half = len(rotation.frequency_h)
   if (rest := x_BTNH.shape[-1] - 2 * half) > 0:
@@ -142,9 +143,9 @@ def _waves(angle: jax.Array, factor: float) -> tuple[jax.Array, jax.Array]:
 def _swap_halves(x_BTNH: jax.Array) -> jax.Array:
   """Swaps the halves of H in float32: (x1, x2) -> (x2, x1).
 
-  The swap is a product with a permutation matrix. The product is exact, and XLA fuses it into the
-  sum after it. On TPUs, slicing the last axis into halves would cut through the 128 vector lanes,
-  and write copies.
+  The swap is a product with a permutation matrix. The product is exact, and XLA fuses the product
+  into the sum that reads it. On TPUs, slicing the last axis into halves would cut through the 128
+  vector lanes, and write copies.
   """
   H = x_BTNH.shape[-1]
   swap_HH = jnp.asarray(np.roll(np.eye(H), H // 2, axis=0), x_BTNH.dtype)

@@ -90,9 +90,9 @@ def block_layout(experts_Xk: jax.Array, num_experts: int, R: int, C: int = 0) ->
 def block_rows(experts_Xk: jax.Array, w: ExpertWeights, backward: bool = False) -> int:
   """Returns R, the rows of a block, a power of two.
 
-  To limit padding, R is at most half of the mean load, or 8 if that is more. Within this limit, a
-  block is large enough for XLA to compute its product on several cores. In the backward pass each
-  block adds to the gradient of a whole expert, so R is at least 64 within the limit.
+  To limit padding, R is at most half of the mean load, or 8 if that is more. If this limit permits,
+  R is large enough for XLA to compute the product of a block on several cores. In the backward pass
+  each block adds to the gradient of a whole expert. So R is then at least 64, if the limit permits.
   """
   largest = 1 << max(3, int(mean_load(experts_Xk, w)).bit_length() - 2)
   _, D, F = w.gate.shape

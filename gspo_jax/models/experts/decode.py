@@ -1,8 +1,8 @@
 """Experts while sampling: few tokens, no gradients, weights read in place.
 
-The tokens of a decode step are small beside the experts, so experts may be split over more chips
-than in training, and the tokens are sent to the experts. `moe.experts` calls `experts_of_few` if
-experts have at most `moe.FEW` assignments on average.
+The tokens of a decode step have far fewer bytes than the experts. So experts may be split over more
+chips than in training, and the tokens are sent to the experts. `moe.experts` calls `experts_of_few`
+if experts have at most `moe.FEW` assignments on average.
 """
 
 import math
@@ -18,8 +18,8 @@ from gspo_jax.models.weights import InStack
 from gspo_jax.settings.mesh import AXES
 from gspo_jax.sharding import BATCH, P
 
-# An expert's rows are a multiple of this number: a TPU takes as long for fewer rows. If there are
-# fewer tokens, the rows are a multiple of 8.
+# The number of an expert's rows is a multiple of `ROWS`, since a TPU is no faster with fewer rows.
+# If there are fewer tokens than that, it is a multiple of 8.
 ROWS = 64
 
 

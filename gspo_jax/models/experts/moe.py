@@ -97,7 +97,8 @@ def route(
   replayed_experts_BTk: indices in place of the router's choice; -1 keeps the choice. Gate weights
     are still the current router's scores, with a gradient: Routing Replay (arXiv:2507.18071, §5.3;
     R2 and R3 of arXiv:2512.01374). None means no replay.
-  choice_bias_E: bias on the scores, for the choice alone. bias_E: bias on the logits. None means 0.
+  choice_bias_E: bias on the scores, for the choice alone. None means 0.
+  bias_E: bias on the logits. None means 0.
   """
   logit_BTE = sharding.einsum(
     "BTD,DE->BTE", x_BTD.astype(jnp.float32), router_DE.astype(jnp.float32), out=P(BATCH)
@@ -190,7 +191,7 @@ def choose(implementation: str, load: float = math.inf):
 
 
 def choose_for_few(implementation: str, load: float) -> Callable:
-  """Returns the product with local experts, argument `apply` of `experts_of_few`."""
+  """Returns the argument `apply` of `experts_of_few`, a product with local experts."""
   if implementation == "auto" and sharding.platform() == "tpu":
     return functools.partial(apply_one_hot, load=load)
   if implementation == "auto" and sharding.platform() == "gpu":

@@ -1,7 +1,7 @@
 """Tile sizes of megablox's kernels, and the bytes they move between HBM and vector memory.
 
 The kernels' own cost estimates assume that every step fetches all its blocks. But Pallas fetches a
-block only if the previous step had another one. `aot` uses the bytes returned here.
+block only if the previous step had a different block. `aot` uses the bytes returned here.
 
 Tiles are (tm, tk, tn): rows, inner width and outer width of a step's block.
 """
@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 from gspo_jax.system.accelerators import Chip
 
-COPY = 1.25  # Copies of the left factor's tile beside its two buffers; at most 1.2 observed.
+# Number of copies of the left factor's tile beside its two buffers. We observed at most 1.2.
+COPY = 1.25
 Tiles = tuple[int, int, int]
 
 

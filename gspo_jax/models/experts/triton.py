@@ -48,7 +48,7 @@ def product(
     triton.store(y_ref.at[rows, columns], y.astype(y_ref.dtype), mask=mask)
 
   grid = len(expert_t), F // tn
-  # `aot` reads this name; empty tiles count, so it is an upper bound.
+  # `aot` reads this name. Empty tiles count, so the number is an upper bound.
   with jax.named_scope(f"flops={2 * len(expert_t) * tm * D * F}"):
     return _call(kernel, (R, F), dtype, grid)(expert_t, start_t, end_t, x_RD, w_EDF)
 

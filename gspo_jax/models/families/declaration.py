@@ -59,7 +59,7 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-  """A family of models, as differences from a Llama; `transformer` has the rest.
+  """A family of models, declared by its differences from Llama.
 
   architectures: dict, model_type in config.json -> architecture.
   names: dict of the entries of NAMES that are different in the family's files.
@@ -195,7 +195,7 @@ def shared_names(module: str) -> dict[str, tuple[str, str]]:
 # Parameter -> (name of its tensor in the files, axes of the tensor). The letters are those of
 # `models/weights.py`. NH is one axis with the dimensions of all heads. A letter in braces is a
 # number in the name: {E} means one tensor per expert. A "+" means that several parameters share the
-# tensor (hf/leaves.py): on +F come all of gate, then all of up; on F+ gate and up alternate.
+# tensor (hf/leaves.py). The axis +F has all of gate, then all of up. On F+, gate and up alternate.
 NAMES = {
   "embed": ("model.embed_tokens.weight", "V D"),
   "attention_norm": (LAYER + "input_layernorm.weight", "D"),

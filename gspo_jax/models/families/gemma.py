@@ -59,7 +59,7 @@ FAMILY = base.Family(
       fixed=FIXED | dict(attn_logit_softcapping=None),
       defaults=DEFAULTS
       | dict(final_logit_softcapping=0.0, rope_theta=1e6, rope_local_base_freq=1e4)
-      # Missing in the text_config of gemma-3-4b.
+      # The text_config of gemma-3-4b lacks the following keys.
       | dict(num_attention_heads=8, vocab_size=262_208, max_position_embeddings=131_072)
       | dict(query_pre_attn_scalar=256, rms_norm_eps=1e-6),
       pattern=6,

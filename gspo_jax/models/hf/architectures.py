@@ -40,7 +40,7 @@ WITHOUT_EFFECT = frozenset(
 
 
 def language_model(raw: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the language model's part of a config.json, perhaps all of it."""
+  """Returns the language model's part of config.json, or all if there is no other part."""
   if raw.get("model_type") not in OUTER:
     return dict(raw)
   text = raw.get("text_config")
@@ -50,11 +50,11 @@ def language_model(raw: Mapping[str, Any]) -> dict[str, Any]:
   return dict(model_type=OUTER[raw["model_type"]]) | text | shared
 
 
-# Names and axes of fused experts: one tensor for all experts of a layer, with gate and then up on
-# one axis. transformers 5 has them in memory, and writes them to files on request
+# Names and axes of fused experts. One tensor has all experts of a layer, with gate and then up on
+# one axis. transformers 5 has fused experts in memory, and writes such files on request
 # (save_original_format=False).
 FUSED = {
-  "Moe.router": NAMES["Moe.router"],  # Beside fused experts, Mixtral's router has this name, too.
+  "Moe.router": NAMES["Moe.router"],  # In files with fused experts, Mixtral has this name, too.
   "Moe.gate": (LAYER + "mlp.experts.gate_up_proj", "E +F D"),
   "Moe.up": (LAYER + "mlp.experts.gate_up_proj", "E +F D"),
   "Moe.down": (LAYER + "mlp.experts.down_proj", "E D F"),

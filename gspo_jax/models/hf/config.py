@@ -149,14 +149,14 @@ def _nearest(raw: Mapping[str, Any]) -> str:
     return f"; the nearest is {close[0]}" if close else ""
   *_, name, different = min(near, key=lambda entry: entry[:2])
   if not different:
-    return f"; its other keys are those of {name}: if the model is one, set model_type to {name!r}"
+    return f"; its other keys are those of {name}: if it is a {name}, set model_type to {name!r}"
   listed = ", ".join(f"{key}={reprlib.repr(raw[key])}" for key in different[:4])
   more = " and more" if different[4:] else ""
   return f"; the nearest is {name}, without support for {listed}{more}"
 
 
 def _grouped(values: dict[str, Any]) -> ModelConfig:
-  """Builds a configuration from fields, such as "rope.rule"."""
+  """Builds a configuration; "rope.rule" is the field `rule` of the group `rope`."""
   flat = {field: value for field, value in values.items() if "." not in field}
   for group in _GROUPS:
     changes = {
@@ -244,9 +244,9 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
 def published(config: ModelConfig) -> ModelConfig:
   """Returns the same model, with the family of its files.
 
-  Several families have equal layers: a Qwen3 without q/k norms is a Llama in files. The result has
-  the first of these families whose files can describe the model. If there is none, the
-  configuration is returned unchanged.
+  Several families have equal layers. For example, a Qwen3 without q/k norms is a Llama in files.
+  The result has the first of these families whose files can describe the model. If there is none,
+  the configuration is returned unchanged.
   """
   scaled = dataclasses.replace(
     config, query_pre_attn_scalar=config.query_pre_attn_scalar or config.head_dim

@@ -1,8 +1,7 @@
 """Loads and saves Hugging Face directories: config.json and safetensors.
 
-One table has the layout of each parameter in the files, for both `load` and `save`. Both functions
-stream: `load` copies one shard of one parameter after the other to the devices, and `save` writes
-one tensor after the other.
+One table has the layout of each parameter in the files, for both `load` and `save`. To bound host
+memory, `load` copies parameters to the devices shard by shard, and `save` writes tensor by tensor.
 
 Architectures are those of `models/families`, as published and as written by transformers 5. A box
 is a part of a parameter: a range of indices for each letter of its axes.
@@ -86,7 +85,7 @@ def load(
     layout = reading = jax.tree.leaves(transformer.shardings(config, rules, mesh))
     if files.remote:
       reading = [_reading(leaf, mesh) for leaf in leaves]
-  # The headers of the needed files are checked first, so no values are read in vain if one is
+  # The headers of the needed files are checked first, so no values are read in vain if a header is
   # wrong.
   needed = files.in_files(_needed(leaves, reading, twin))
   files.check_headers(needed, shapes)
@@ -334,7 +333,7 @@ def save(
 
 
 def _merge(params: transformer.Params, dtype: Any) -> transformer.Params:
-  """Merges adapters: with rounding as in training, except for float32 files."""
+  """Merges adapters, with the rounding of training except for files in float32."""
   if dtype is not None and jnp.dtype(dtype) == jnp.float32:
     return lora.merged(params, jnp.float32)
   return lora.materialize(params, None if dtype is None else jnp.dtype(dtype))

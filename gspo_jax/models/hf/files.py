@@ -103,7 +103,7 @@ class Files:
     return RangedFile(*hub.bucket_reader(path))
 
   def fetch(self, needed: Mapping[str, int]) -> None:
-    """Downloads the files of a repository with 90 % or more of their elements in `needed`.
+    """Downloads a repository's files with at least 90 % of their elements needed.
 
     needed: dict, tensor -> number of elements to read.
 

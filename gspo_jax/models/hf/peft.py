@@ -28,15 +28,15 @@ from gspo_jax.settings.training import LoraConfig
 from gspo_jax.system import hub
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-# Keys of adapter_config.json whose values must be one of these for the sum W + BA. Other values of
-# init_lora_weights change W too.
+# Keys of adapter_config.json, and their values if the adapted matrix is the sum W + BA. Other
+# values of init_lora_weights change W, too.
 _PLAIN = dict(
   peft_type=("LORA",),
   task_type=("CAUSAL_LM", None),
   bias=("none",),
   init_lora_weights=(True, False, "gaussian", "orthogonal", "eva", "mica"),
 )
-# Keys that may have any value: they do not affect the sum, or are checked elsewhere.
+# Keys that may have any value, since they do not affect the sum or are checked elsewhere.
 _ANY = frozenset(
   """r lora_alpha lora_dropout target_modules exclude_modules layers_to_transform layers_pattern
   base_model_name_or_path revision auto_mapping inference_mode peft_version megatron_core
@@ -122,7 +122,7 @@ def _listed(values: Iterable[Any]) -> str:
 
 
 def check_readable(model: ModelConfig, config: LoraConfig) -> None:
-  """Raises ValueError for adapters unreadable to PEFT.
+  """Raises ValueError if PEFT could not read the adapters.
 
   PEFT adapts modules by name. In transformers 5 the matrices of a dense layer are modules. The
   experts of a layer are parameters instead, with gate and up in one tensor. In Qwen3-Next and
@@ -145,7 +145,7 @@ def check_readable(model: ModelConfig, config: LoraConfig) -> None:
 def save(
   directory: str | os.PathLike, params: Any, model: ModelConfig, config: LoraConfig, base: str = ""
 ) -> None:
-  """Writes both files in float32, for `PeftModel.from_pretrained`.
+  """Writes adapters in float32, for `PeftModel.from_pretrained`.
 
   All processes must call this; the first one writes. Raises CheckpointError for NaN and infinite
   values.
@@ -184,7 +184,7 @@ def _modules(model: ModelConfig) -> dict[str, str]:
 
 
 def _entries(leaves: list[hf_leaves.Leaf]) -> tuple[list[files.Entry], list]:
-  """Returns the tensors of the file, and their order as from `by_layer`."""
+  """Returns the tensors of the file, and their order in the form of `by_layer`."""
   plan, float32 = hf_leaves.by_layer(leaves), np.dtype("float32")
   entries = [files.Entry(leaves[i].tensor(p), leaves[i].tensor_shape, float32) for _, i, p in plan]
   return entries, plan

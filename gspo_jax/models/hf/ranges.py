@@ -26,7 +26,7 @@ Read = Callable[[int, int], bytes]  # (start, stop) -> bytes of a file
 class RangedFile:
   """An opened file with some of the methods of `safetensors.safe_open`.
 
-  The header is read and checked at once, values on demand.
+  The constructor reads and checks the header. Values are read on demand.
 
   Args:
     size: bytes of the file.
@@ -68,7 +68,7 @@ class RangedFile:
     start, stop = entry["data_offsets"]
     dtype = DTYPES.get(entry["dtype"])  # `Files.check_headers` refuses other types.
     if dtype and stop - start != math.prod(entry["shape"]) * np.dtype(dtype).itemsize:
-      raise ValueError(f"{name} has {stop - start} bytes, and its shape and type need others")
+      raise ValueError(f"the {stop - start} bytes of {name} do not match its shape and type")
     return start, stop
 
   def keys(self) -> KeysView[str]:

@@ -16,9 +16,9 @@ from gspo_jax.system import jsons
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 BETA = "llama_4_scaling_beta"
-# Fields of RopeConfig -> keys with other names.
+# Fields of RopeConfig -> keys of config.json, where the names differ.
 _KEYS = dict(original_length="original_max_position_embeddings", query_beta=BETA)
-# Keys of every rule. Those of mrope are without effect for text: its positions have one dimension.
+# Keys of every rule. The keys of mrope have no effect, since positions of text have one dimension.
 _SHARED = """rope_type type rope_theta partial_rotary_factor max_position_embeddings
   mrope_section mrope_interleaved""".split()
 # For each rule, its required fields of RopeConfig, and its optional ones.
@@ -46,7 +46,7 @@ def read(raw: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
     _rule("rope_parameters", flat, raw, architecture)
     parameters, local = parameters.get(GLOBAL) or {}, parameters.get(LOCAL) or {}
     if _rule("rope_parameters", local, raw, architecture) != RopeConfig():
-      raise ValueError(f"rope_parameters.{LOCAL} is not supported, only with rope_type='default'")
+      raise ValueError(f"rope_parameters.{LOCAL} is supported only with rope_type='default'")
   elif nested:
     raise ValueError(
       f"rope_parameters.{min(nested)} is not supported: in {architecture.name} all layers share "

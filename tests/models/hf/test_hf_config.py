@@ -68,7 +68,7 @@ def write(directory, config, **changes):
       dict(model_type="qwen4"),
       "model_type='qwen4' is not one .*; its other keys are those of qwen",
     ),
-    (LLAMA, dict(model_type="yi"), "; its other keys are those of llama: if the model is one, set"),
+    (LLAMA, dict(model_type="yi"), "; its other keys are those of llama: if it is a llama, set"),
     (
       LLAMA,
       dict(model_type="yi", attention_bias=True),
