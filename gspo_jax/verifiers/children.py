@@ -2,5 +2,5 @@
 
 # Ids of running groups. Code that ends this process by os._exit, without Python's clean-up, kills
 # these groups first. If this process ends in another way, the groups end by themselves, for example
-# since their pipe to this process is closed.
+# because their pipe to this process is closed.
 process_groups: set[int] = set()

@@ -294,15 +294,18 @@ def _judge_pair(pair: list[str | None]) -> str | bool:
 
 
 def _gold_readings(answer: str) -> list:
-  r"""Returns the readings of a gold answer: \text{m} may be metres or a variable."""
+  r"""Returns the readings of a gold answer.
+
+  For example, \text{m} may be metres or a variable.
+  """
   return [*dict.fromkeys(_readings(answer, "text") + _readings(answer, "variables"))]
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def _readings(text: str, unit_letters: str, solve_inequalities: bool = True) -> tuple:
-  """Returns the readings of an answer: 1,234 may be a number or a list.
+  """Returns the readings of an answer. For example, 1,234 may be a number or a list.
 
-  Arguments as in `structure.read`.
+  The arguments are those of `structure.read`.
   """
   from gspo_jax.verifiers.mathematics import structure
   from gspo_jax.verifiers.mathematics.tokens import Unreadable

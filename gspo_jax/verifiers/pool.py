@@ -1,8 +1,8 @@
 """Pool of worker processes for verifiers that may hang or crash. Imports no JAX.
 
-A worker is a new Python interpreter, `python -m gspo_jax.verifiers.pool`. The alternatives fail
-beside a trainer: a forked process would inherit JAX's locks, possibly locked forever, and
-multiprocessing's "spawn" would import the trainer's main module and JAX with it.
+A worker is a new Python interpreter, `python -m gspo_jax.verifiers.pool`. Both alternatives fail
+beside a trainer. A forked process would inherit JAX's locks, which might stay locked forever.
+Multiprocessing's "spawn" would import the trainer's main module, and thereby JAX.
 
 The pool kills a worker by SIGKILL if an item takes too long. The time counts from the moment when
 the pool sends the item to an idle worker. Limits within the worker would not suffice: a signal
@@ -32,7 +32,7 @@ from gspo_jax.verifiers import children
 START_LIMIT_S = 120.0  # Seconds for a worker's start and warm-up; a busy machine is slow.
 GRACE_S = 2.0  # Seconds after the time limit until a worker ends itself, if not killed before.
 START_ATTEMPTS = 3  # Maximum consecutive failures to start a worker in one call of `map`.
-WARM_UP = -1  # Index of a new worker's warm-up item, which is none of the caller's items.
+WARM_UP = -1  # Index of a new worker's warm-up item. The caller's items have indices from 0 on.
 
 
 class Failure(str):
@@ -285,8 +285,8 @@ def _serve(descriptor: int, function: str, memory_bytes: int) -> None:
     while True:
       time_limit_s, item = json.loads(pipe.recv_bytes())
       # If the pool's process died, it cannot kill this one. SIGALRM then kills this process, since
-      # the signal has no handler. RLIMIT_CPU would not do: it counts the seconds of all threads. A
-      # child process inherits it, even a prover that an item starts for later items too.
+      # the signal has no handler. RLIMIT_CPU would not do, since it counts the seconds of all
+      # threads. Child processes would inherit this limit, even a prover that serves later items.
       signal.setitimer(signal.ITIMER_REAL, time_limit_s + GRACE_S)
       try:
         message = {"value": getattr(importlib.import_module(module), name)(item)}

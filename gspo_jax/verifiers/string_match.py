@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from gspo_jax.verifiers import thought
 
 OUTCOMES = ("right", "wrong", "unparsable")
-# Maximum characters of an answer. Twice the gold answer's length replaces this maximum if larger.
+# Maximum characters of an answer. For longer gold answers, the maximum is twice their length.
 MAX_ANSWER = 2000
 _TAG = re.compile("</?answer>")
 _LABEL = re.compile(r"(?:the\s+)?(?:final\s+)?answer[*_]{0,3}\s*(?:is|:|=)\s*:?\s*", re.IGNORECASE)

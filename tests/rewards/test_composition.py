@@ -160,7 +160,7 @@ def test_bad_settings_are_errors(changes, message):
 def test_programs_say_what_confines_them(capfd):
   responses = ["```\nprint(2)\n```", "```\nprint(3)\n```", "none"]
   for isolation, text in (
-    ("auto", "namespaces (tried out"),
+    ("auto", "namespaces; a trial program had no network"),
     ("none", "programs run with your rights"),
   ):
     with rewards.open_scorer(config("code", isolation=isolation)) as scorer:

@@ -66,7 +66,7 @@ def _single(gold, ours) -> bool:
 
 
 def _same_choice(gold, ours) -> bool:
-  """Compares choices: (B) 5 equals B and 5, but not (C) 5."""
+  """Compares choices. For example, (B) 5 equals both B and 5, but not (C) 5."""
   if isinstance(gold, Choice) and isinstance(ours, Choice):
     values = gold.value is None or ours.value is None or same_answer(gold.value, ours.value)
     return gold.letter == ours.letter and values
@@ -85,7 +85,7 @@ def _spelling(node) -> str | None:
 
 
 def _same_named(gold, ours) -> bool:
-  """Compares answers, at least one of them with a name: x = 5."""
+  """Compares answers, at least one of them with a name, such as x = 5."""
   if isinstance(gold, Named) and isinstance(ours, Named):
     if gold.parameter != ours.parameter and None not in (gold.parameter, ours.parameter):
       ours = _rename_parameter(ours, gold.parameter)
@@ -121,9 +121,9 @@ def _rename_parameter(function: Named, parameter: str) -> Named:
 
 
 def _is_sum(relation: Relation) -> bool:
-  """Whether a relation states a sum's value: m + n = 204.
+  """Whether a relation states the value of a sum, such as m + n = 204.
 
-  But x + y = 204 is the equation of a line.
+  x + y = 204 does not, since it is the equation of a line.
   """
   total, *values = relation.members
   letters = total.args if isinstance(total, sp.Add) else ()
@@ -188,7 +188,7 @@ def _same_group(gold: Group, ours: Group) -> bool:
   if "ratio" in kinds and len(kinds) > 1:
     return False
   if kinds == {"list"} and all(getattr(i, "kind", "") == "tuple" for i in gold.items + ours.items):
-    kinds = {"set"}  # Repeated solutions, as tuples, count once; repeated numbers count each.
+    kinds = {"set"}  # Repeated tuples are one solution. Repeated numbers count separately.
   if len(gold.items) != len(ours.items) and kinds != {"set"}:
     return _single(gold, ours)
   if kinds == {"tuple"}:

@@ -153,7 +153,7 @@ class _Reader:
     return before * value
 
   def letters_before(self):
-    """Returns the product of all letters of a word but the last, which is a base: a of ab^2."""
+    """Returns the product of the letters before the last letter of a word: a for ab^2."""
     token = self.peek()
     if token.kind != "word":
       return sp.Integer(1)

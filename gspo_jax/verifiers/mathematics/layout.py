@@ -63,8 +63,8 @@ def _replace_lines(tokens: list[Token]) -> list[Token]:
 def _bold(tokens: list[Token], start: int) -> tuple[list[Token], int]:
   """Returns the tokens for a \\bold command, and its end.
 
-  A bold name becomes a vector, unless it is the whole answer. From other content only the command
-  is removed.
+  A bold name becomes a vector, unless it is the whole answer. If the content is no name, only the
+  command is removed.
   """
   end = cuts.match(tokens, start + 1)
   if end < 0:

@@ -34,8 +34,8 @@ _WORDS = re.compile(r"(?!.*\b(?:than|minus|negative)\b)[A-Z][A-Z' -]+[ :]*", re.
 def name(tokens: list[Token]) -> str | None:
   r"""Returns the tokens' name. Returns None for other tokens.
 
-  Names are x, x_1, f(2), AB, |AB|, \frac{AB}{CD}, (x, y), x:y, and "text" for words such as "the
-  area".
+  Examples are x, x_1, f(2), AB, |AB|, \frac{AB}{CD}, (x, y) and x:y. For words such as "the area",
+  the name is "text".
 
   2x, -x, x^2 and x+1 are no names: if one of them equals 18, the answer is not 18.
   """

@@ -57,7 +57,7 @@ def _pieces(node) -> tuple | None:
 
 
 def _explicit(pieces: tuple) -> tuple:
-  """Writes "otherwise" as the opposite condition: "n odd" after "n even"."""
+  """Writes "otherwise" as the opposite condition, for example "n odd" after "n even"."""
   words = [condition.text.split() for _, condition in pieces if isinstance(condition, Word)]
   if len(pieces) != 2 or len(words) != 1 or words[0][-1:] == [] or words[0][-1] not in _OPPOSITE:
     return pieces
@@ -103,7 +103,7 @@ def _same_function(first: tuple, second: tuple, same_answer: Same) -> bool:
 
 
 def _sets(pieces: tuple) -> list[sp.Set] | None:
-  """Returns the set of numbers of each condition. Returns None if one is no set.
+  """Returns the set of numbers of each condition. Returns None if a condition is no set.
 
   The set of "otherwise" is the complement of all other conditions.
   """

@@ -112,7 +112,7 @@ def _angular(unit: units.Unit) -> bool:
 def same_number(a: Quantity, b: Quantity) -> bool:
   """Whether two numbers are equal.
 
-  A decimal may be a rounding of an endless decimal, as 0.333333 is of 1/3.
+  A decimal may be a rounding of an endless decimal, for example 0.333333 of 1/3.
   """
   if a.value == b.value:
     return True

@@ -299,7 +299,10 @@ def is_product(run: str) -> bool:
 
 
 def fold(text: str) -> str:
-  """Lowers first letters, and words in capitals: Monday and MONDAY to monday, but not mgH."""
+  """Lowers first letters, and words in capitals.
+
+  For example, Monday and MONDAY become monday. Products such as mgH are unchanged.
+  """
 
   def lower(match: re.Match) -> str:
     word = match[0]

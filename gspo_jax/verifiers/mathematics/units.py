@@ -60,7 +60,7 @@ for _line in _TABLE.strip().split("\n"):
   _dimension, _, _power = _key.partition("^")
   for _name, _scale, *_aliases in map(str.split, _entries.split(";")):
     UNITS |= dict.fromkeys([_name, *_aliases], (_dimension, int(_power or 1), F(_scale)))
-_TYPESET_ONLY = frozenset("ACFHT")  # Units in \text only; elsewhere choices or points.
+_TYPESET_ONLY = frozenset("ACFHT")  # Units only within \text. Elsewhere, choices or points.
 CURRENCIES = frozenset("dollar sterling euro yen rupee yuan".split())
 _SHAPES = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}  # Power of the unit after each word.
 _COMPOUND = {  # Abbreviations of several units.
@@ -90,8 +90,8 @@ _LETTERS["bn"] = F(10**9)
 # Multipliers that may be the thing counted: "7 dozen" is right if the gold answer is 7 (dozens).
 COUNTED = ("dozen", "quarter", "half", "halve")
 
-# Plurals without -s. A counted thing is a plural, possibly after adjectives; no word of _CLOSED may
-# occur in it.
+# Plurals without -s. A counted thing is a plural, possibly after adjectives. It has no word of
+# _CLOSED.
 _PLURALS = frozenset("people children men women teeth geese mice fish sheep deer dice".split())
 _CLOSED = frozenset(
   """is are was were be been being am has have had does do did isn't aren't wasn't doesn't don't
@@ -160,8 +160,9 @@ def multiplier(word: str) -> F | None:
 def parse(text: str, currency: str = "", typeset: bool = False) -> tuple[F, Unit | None] | None:
   """Parses the words after a number to (factor, unit). Returns None for other words.
 
-  The unit is None if the words are multipliers alone. A counted thing is a plural after a space, or
-  after "per" any word of three or more letters that `_CLOSED` and `_PART` allow.
+  The unit is None if the words are multipliers alone. A counted thing is a plural after a space.
+  After "per", any word of three or more letters is a counted thing unless `_CLOSED` or `_PART`
+  exclude it.
 
   Args:
     text: words after the number, e.g. "apples", "cm^2", "miles per hour", "thousand dollars", "%".

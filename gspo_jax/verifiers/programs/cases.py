@@ -94,12 +94,12 @@ def _integer(digits: str) -> int:
 def _require_check(prompt: Any, code: Any, function: Any) -> None:
   """Raises ValueError unless `code` has assertions, and its `check` uses the function."""
   if not all(isinstance(text, str) for text in (prompt, code, function)) or not function.strip():
-    raise ValueError("prompt, test and entry_point must be text, and the last one a name")
+    raise ValueError("prompt, test and entry_point must be text, and entry_point a name")
   _parse_code(standalone(prompt), "prompt")
   tree = _parse_code(code, "test")
   defined = [x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name == "check"]
   if not defined:
-    raise ValueError("test defines no function `check`, as HumanEval's do")
+    raise ValueError("test must define a function `check`, as the tests of HumanEval do")
   arguments = [argument.arg for argument in (*defined[-1].args.posonlyargs, *defined[-1].args.args)]
   names = {x.id for part in defined[-1].body for x in ast.walk(part) if isinstance(x, ast.Name)}
   if not arguments or not names & {arguments[0], function}:
@@ -138,7 +138,7 @@ def _cases(
     raise ValueError("inputs and outputs must be lists")
   if not inputs or len(inputs) != len(outputs):
     raise ValueError(
-      f"{len(inputs)} inputs and {len(outputs)} outputs: give equally many, one at least"
+      f"{len(inputs)} inputs and {len(outputs)} outputs: give one output per input, at least one"
     )
   if not isinstance(function, str | None):
     raise ValueError(f"fn_name must be text, not {function!r:.40}")
@@ -151,7 +151,7 @@ def _cases(
     return Tests("stdin", *texts, input_files=input_files, output_files=output_files)
   wrapped = not all(isinstance(case, str) for case in inputs)
   if all(x in (None, "null") or (wrapped and x == [None]) for x in outputs):
-    raise ValueError("no result is expected, so a function of `pass` would be right")
+    raise ValueError("no result is expected, so a function with the body `pass` would be right")
   if not wrapped:  # LiveCodeBench has an argument per line, as JSON.
     arguments = tuple([_loads(line) for line in case.split("\n")] for case in inputs)
     return Tests("call", arguments, tuple(map(_loads, outputs)), function)

@@ -61,7 +61,7 @@ class Sandbox(contextlib.AbstractContextManager):
         means no socket, and any number of tests.
 
     Raises:
-      SandboxError: the sandbox does not start, e.g. since the kernel denies a step.
+      SandboxError: the sandbox does not start, for example because the kernel denies a step.
       ValueError: the isolation is neither "namespaces" nor "none".
     """
     if isolation not in ISOLATIONS[1:]:
@@ -98,7 +98,7 @@ class Sandbox(contextlib.AbstractContextManager):
       "from sandbox import runner; del sys.path[0]; runner.main(sys.argv[1])"
     )
     # The interpreter starts without site-packages and user settings. A fixed hash seed fixes the
-    # order of sets: a program passes in all runs or in none.
+    # order of sets, so a program passes in all runs or in none.
     with theirs:
       self._process = subprocess.Popen(
         [os.path.realpath(sys.executable), "-s", "-S", "-P", "-c", start, json.dumps(settings)],
@@ -162,7 +162,7 @@ class Sandbox(contextlib.AbstractContextManager):
 
   def _receive(self, limit_s: float) -> dict[str, Any]:
     """Returns the sandbox's next message; kills the sandbox after `limit_s` seconds."""
-    # A socket's timeout would be for each read, and a message takes several.
+    # A socket's timeout would limit each read, and a message takes several reads.
     timer = threading.Timer(limit_s, self._process.kill)
     timer.daemon = True
     timer.start()
@@ -238,13 +238,16 @@ def describe(setting: str, isolation: str) -> str:
   """Describes the result of `choose_isolation` in one line."""
   if isolation == "none":
     return "reward.isolation=none: programs run with your rights, your files and your network"
-  return f"reward.isolation={setting}: {isolation} (tried out: no network, threads are bounded)"
+  return (
+    f"reward.isolation={setting}: {isolation}; a trial program had no network, and its number of "
+    "threads was limited"
+  )
 
 
 _PROBE_LIMITS = dataclasses.replace(DEFAULTS, threads=8)
 
-# Trial program: prints "confined", or its findings: a network, or threads without a bound. (The
-# kernel does not limit the threads of the root user.)
+# The trial program prints "confined" if it has no network and the number of threads is limited.
+# Otherwise it prints its findings. The kernel does not limit the threads of the root user.
 _PROBE = """
 import _thread, socket, statistics
 faults = []

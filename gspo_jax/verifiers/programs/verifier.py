@@ -1,13 +1,13 @@
 """Verifier of programs by their tests. Imports no JAX, and works from any thread.
 
-Each candidate program has its own sandbox (sandbox/isolation.py confines it), and each test its own
-process there. The sandbox sends the printed text, or the returned value as JSON. This process
-compares it with the expected output, in linear time and memory (cases.py). So the sandbox never has
-the expected output. After the program's end, the sandbox reads a maximum length derived from that
-output.
+Each candidate program has a separate sandbox (sandbox/isolation.py), and each test has a separate
+process in the sandbox. The sandbox sends the printed text, or the returned value as JSON. This
+process compares the text or value with the expected output, in linear time and memory (cases.py).
+So the sandbox never has the expected output. It reads only a maximum length derived from the
+expected output, after the program's end.
 
 Assertions in Python (HumanEval's `check(candidate)`) run in a second sandbox. There `candidate` is
-a stub, which sends its arguments to the first sandbox and receives the value. So no code of the
+a stub, which sends its arguments to the program's sandbox and receives the value. So no code of the
 candidate shares a process with an assertion. The candidate cannot make an assertion pass by ending
 early, by patching builtins or by forging messages.
 """

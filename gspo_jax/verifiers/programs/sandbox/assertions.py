@@ -2,8 +2,8 @@
 
 No code of the candidate program is in this process. The assertions call a stub, which sends its
 arguments over a channel, and receives a value or the name of an exception. So a candidate can only
-return or raise. Some answers might pass the assertions by accident or design. They end the
-assertions at once, and no `except` of the tests prevents it:
+return or raise. Some answers might pass the assertions by accident or design. Such an answer ends
+the assertions at once, and no `except` of the tests prevents this:
 
 - StopIteration: `all(map(candidate, cases))` would take it for the end of the cases.
 - NaN and infinity, unless the tests mention them: NaN passes `not abs(x - y) > 1e-6`, and infinity
@@ -88,7 +88,8 @@ class _Candidate:
   def _raise(self, name: str) -> None:
     """Raises the function's exception: tests may expect one.
 
-    name: name of a builtin exception. A subclass is raised, to tell it from errors of the tests.
+    name: name of a builtin exception. A subclass of it is raised, since the tests may raise the
+      builtin exception, too.
     """
     kind = getattr(builtins, name, Exception)
     if not (isinstance(kind, type) and issubclass(kind, Exception)):

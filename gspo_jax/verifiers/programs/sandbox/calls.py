@@ -55,17 +55,18 @@ ALLOWED = dict(
 # Calls allowed for some values of one argument: (numbers as above, index of the argument, values).
 # Values are compared in 32 bits, as the kernel reads them.
 ALLOWED_VALUES = dict(
-  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ. Not for locks,
-  # leases, notices or signals.
+  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ. Values for locks,
+  # leases, notices and signals are refused.
   fcntl=((72, 25), 1, (0, 1, 2, 3, 4, 1030, 1032)),
-  # TCGETS, TCGETS2, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. Not for flags of files.
+  # TCGETS, TCGETS2, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. Values for flags of files are
+  # refused.
   ioctl=((16, 29), 1, (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
   prctl=((157, 167), 0, (15, 16)),  # PR_SET_NAME, PR_GET_NAME
   prlimit64=((302, 261), 0, (0,)),  # Limits of the process itself.
-  socketpair=((53, 199), 0, (1,)),  # AF_UNIX: asyncio's event loop wakes itself with it.
+  socketpair=((53, 199), 0, (1,)),  # AF_UNIX, a pair of sockets for asyncio's event loop.
 )
-# Calls with separate rules in `program`. By `clone` a program may start threads, but no
-# processes. By `sendto` it may send to a connected socket, but not to an address.
+# Calls with separate rules in `program`. With `clone`, a program may start threads, but no
+# processes. With `sendto`, it may send to a connected socket, but not to an address.
 CLONE, CLONE3, SENDTO = (56, 220), (435, 435), (44, 206)
 
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}

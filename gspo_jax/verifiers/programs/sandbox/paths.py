@@ -19,13 +19,13 @@ def plan(packages: list[str]) -> tuple[dict[str, str], dict[str, str], list[str]
   """Plans the paths of this interpreter inside the sandbox.
 
   Args:
-    packages: directories of installed packages on the host. Only NumPy is made readable, unless the
-      directory is within a readable one: then all its packages are readable.
+    packages: directories of installed packages on the host. Of their packages, only NumPy becomes
+      readable. But if a directory is within a readable one, all its packages are readable.
 
   Returns:
     mounts: a dict from paths of the host to paths inside.
     moved: a dict from prefixes of this interpreter's paths on the host to prefixes inside.
-    packages: directories with NumPy, inside.
+    packages: directories to search for NumPy, as paths inside.
   """
   system = [*SYSTEM, *(path for path in ("/lib", "/lib64") if not os.path.islink(path))]
   mounts = {path: path for path in system if os.path.exists(path)}

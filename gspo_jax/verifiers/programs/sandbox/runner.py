@@ -28,7 +28,7 @@ import types
 from . import assertions, calls, isolation, paths, wire
 from .assertions import OUT_OF_MEMORY
 
-# Exit status of a failed candidate; `assertions` has more. A forged status does not pass a test.
+# Exit status of a failed candidate. `assertions` has further ones. No forged status passes a test.
 FAILED = 1
 
 _RESULT, _CHANNEL = 3, 4  # Descriptors in the candidate's process.
@@ -86,7 +86,7 @@ def _run_keeper(s: dict, root: bool) -> None:
   """
   isolation.hide_from_debuggers()
   if s["isolation"] == "namespaces" and os.getpid() != 1:
-    raise RuntimeError("the keeper must be process 1 of a namespace: it kills all others there")
+    raise RuntimeError("the keeper must be process 1 of a namespace, since it kills all others")
   prelude = {}
   os.chdir(s["directory"])
   wire.send(s["control"], {"ready": True})
@@ -252,7 +252,7 @@ def _candidate(
     if os.getppid() != keeper:
       os._exit(FAILED)  # The keeper died before `die_with_parent`.
     os.setsid()
-    # Copies to high numbers come first: no descriptor is overwritten before its copy.
+    # Descriptors are first copied to high numbers, so that none is overwritten before it is copied.
     high = [fcntl.fcntl(d, fcntl.F_DUPFD, 200) for d in descriptors if d]
     for target, descriptor in enumerate(high):
       os.dup2(descriptor, target)
