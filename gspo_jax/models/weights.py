@@ -1,7 +1,8 @@
 """Parameters of a model: one table declares each weight once, by the letters of its axes.
 
 A table is a `Params` with a `Weight` in place of each array. The arrays' shapes, initial values,
-shardings and compute dtypes derive from it. `structs` defines the letters; O is an axis of size 1.
+shardings and compute dtypes derive from the table. `structs` defines the letters; O is an axis of
+size 1.
 """
 
 import functools

@@ -3,9 +3,9 @@
   from gspo_jax import objectives as O
   loss, metrics = O.gspo_loss(logp_BT, old_logp_BT, advantage_B, mask_BT)
 
-An array's suffix names its axes: B responses of T tokens; P prompts with G responses each. mask_BT
-is 1 on the tokens that the policy sampled, and 0 on all other tokens. docs/objectives.md compares
-the losses.
+The letters at the end of an array's name are its axes. Axes B, T are B responses of T tokens. Axes
+P, G are P prompts with G responses each. mask_BT is 1 on the tokens that the policy sampled, and 0
+on all other tokens. docs/objectives.md compares the losses.
 """
 
 # In other projects, type checkers take a name as public only if it is imported with "as".

@@ -132,9 +132,9 @@ def gdpo_advantages(
 
   Â_i = A_i / (std{A} + ε),  A = Σ_j w_j Z(R_j) − Σ_k λ_k Z(C_k).
 
-  A are the `constrained_advantages` of the same arguments. std is their sample standard deviation
-  over all valid responses of the batch. So the size of advantages does not depend on the number of
-  rewards. The mean of A is 0 in each group, so no mean is subtracted.
+  The terms A_i are the `constrained_advantages` of the same arguments, and std{A} is their sample
+  standard deviation over all valid responses of the batch. So the size of advantages does not
+  depend on the number of rewards. The mean of A is 0 in each group, so no mean is subtracted.
 
   Shapes: J rewards [P,G], K costs [P,G], J weights, K multipliers -> [P,G].
   Reference: arXiv:2601.05242, which has no costs.

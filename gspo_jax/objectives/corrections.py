@@ -139,8 +139,8 @@ def mismatch(
     mismatch/abs/mean, /max      mean and maximum of |Δ| over tokens
     mismatch/tail                share of tokens with a ratio above 2 or below 1/2 (|Δ| > log 2)
     mismatch/k3                  k3 estimate of KL(π_sampler‖π_train)
-    mismatch/sequence/mean       mean over responses of the mean Δ of their tokens. It shows a bias;
-                                 random errors cancel out
+    mismatch/sequence/mean       mean over responses of the mean Δ of their tokens. A mean far from
+                                 0 shows a bias, since random errors cancel out
     mismatch/sequence/abs/mean, /max    mean and maximum over responses of |mean Δ of their tokens|.
                                  If old log-probs are the sampler's, this is GSPO's |log s| before
                                  updates

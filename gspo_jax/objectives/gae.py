@@ -87,8 +87,9 @@ def turn_gae(
   must have different numbers. `last_value_B` is that of `gae`.
 
   Shapes: [B,T] ×4, [B] -> [B,T] advantages, [B,T] returns.
-  Reference: arXiv:1506.02438 with turns as steps. It is the upper level of the "bi-level" GAE in
-  the code of RAGEN (arXiv:2504.20073); the lower level, over the tokens of a turn, is not included.
+  Reference: arXiv:1506.02438 with turns as steps. The code of RAGEN (arXiv:2504.20073) has a
+  "bi-level" GAE, of which this is the upper level. The lower level, over the tokens of a turn, is
+  not included.
 
   Example:
     >>> reward_BT = jnp.array([[0.0, 0.0, 0.0, 1.0]])

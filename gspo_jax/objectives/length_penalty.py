@@ -17,7 +17,7 @@ def overlong_penalty(length: ArrayLike, max_length: Number, buffer: Number) -> A
   The penalty is 0 up to max_length − buffer tokens, and decreases linearly to −1 at max_length. All
   lengths are in tokens.
 
-  Shapes: any -> the same.
+  Shapes: any shape -> the same shape.
   Reference: arXiv:2503.14476 (soft overlong punishment), where max_length is 20,480 and buffer is
   4,096.
 
@@ -34,7 +34,7 @@ def overlong_penalty(length: ArrayLike, max_length: Number, buffer: Number) -> A
 def token_cost(length: ArrayLike, price: Number) -> Array:
   """Penalty of −`price` for each token.
 
-  Shapes: any -> the same.
+  Shapes: any shape -> the same shape.
   Reference: arXiv:2510.22477 (Agent-GSPO) penalises verbosity in the reward. We have read only its
   abstract.
 

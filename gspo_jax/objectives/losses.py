@@ -50,7 +50,7 @@ def grpo_loss(
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
   Reference: arXiv:2402.03300, as restated in arXiv:2507.18071, Eq. 2 and 3. The default ranges are
-  those of the latter, §5.1.
+  those of arXiv:2507.18071, §5.1.
 
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))

@@ -134,7 +134,8 @@ def sapo_loss(
   2/τ and not 1.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
-  Reference: arXiv:2511.20347, Eq. 5 and 6, as quoted by others. We have not read the paper.
+  Reference: arXiv:2511.20347, Eq. 5 and 6. We know the equations from quotations, and have not read
+  the paper.
 
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))

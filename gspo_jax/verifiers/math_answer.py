@@ -137,8 +137,9 @@ class MathVerifier(contextlib.AbstractContextManager):
   ) -> list[Outcome | pool.Failure]:
     """Returns one outcome per response.
 
-    If a gold answer cannot be parsed, a response is right (the same text), unparsable or a crash.
-    `check` then returns a crash for every response that is not right.
+    If a gold answer cannot be parsed, a response with the same text as its answer is right, a
+    response without an answer is unparsable, and any other response is a crash. `check` then
+    returns a crash for every response that is not right.
 
     Args:
       responses: texts of the responses.

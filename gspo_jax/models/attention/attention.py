@@ -2,10 +2,10 @@
 
 Four implementations, chosen by `ComputeConfig.attention`:
 
-  plain      stores the [T, S] scores: for short sequences, and few queries to a cache
-  blockwise  online softmax over blocks of keys, without a [T, S] array: for any device and length
+  plain      stores the [T, S] scores; for short sequences, and for few queries to a cache
+  blockwise  online softmax over blocks of keys, without a [T, S] array; for any device and length
   splash     JAX's Pallas kernel for TPU (interpreted elsewhere)
-  cudnn      cuDNN's flash attention (jax.nn.dot_product_attention): for NVIDIA GPUs, 16-bit types
+  cudnn      cuDNN's flash attention (jax.nn.dot_product_attention); for NVIDIA GPUs, 16-bit types
 """
 
 import functools
@@ -379,9 +379,9 @@ def attend_cudnn(
 ) -> jax.Array:
   """Attends with cuDNN's flash attention, for unpacked rows.
 
-  An unpacked row is one segment, then padding. It needs a causal mask only, since no token sees the
-  padding after it. Packed rows would need a mask of [T, T] values. A device with a packed row runs
-  `blockwise` for all its rows; this is decided at run time.
+  An unpacked row is one segment, then padding. Such a row needs only a causal mask, since no token
+  sees the padding behind. Packed rows would need a mask of [T, T] values. A device with a packed
+  row runs `blockwise` for all its rows; this is decided at run time.
   """
   earlier = k_BSKH.shape[1] - q_BTNH.shape[1]  # Keys without a query.
 

@@ -50,7 +50,7 @@ def attend(
     interpret: whether to run in Pallas' interpreter, without a TPU.
   """
   (B, N, H), (l, p, K, *_) = q_BNH.shape, stored[0].shape
-  # The pages of all layers are one axis of l·p: slicing a layer would copy it.
+  # The axes l and p are merged, since slicing the pages of one layer would copy them.
   pages = [x.reshape(l * p, *x.shape[2:]) for x in stored]
   q_BKnH, width = q_BNH.reshape(B, K, N // K, H), table_Bn.shape[1]
   sinks, sink_specs = _sinks(scores.sink_N, K)

@@ -38,8 +38,8 @@ def rotation_of(config: ModelConfig, local: bool) -> Rotation:
 def waves(half: int, theta: float) -> np.ndarray:
   """Returns theta^(i/half), float32: wavelengths divided by 2π, the inverse frequencies.
 
-  They are computed on the host, so that they are rounded as in Hugging Face on every device. The
-  last bit of a frequency matters: at position 30,000 it changes angles visibly.
+  The host computes the wavelengths, so that they are rounded as in Hugging Face, whatever the
+  device. The last bit of a frequency matters: at position 30,000 it changes angles visibly.
   """
   exponent_h = np.arange(half, dtype=np.float32) / np.float32(half)
   return np.power(theta, exponent_h, dtype=np.float64).astype(np.float32)

@@ -19,7 +19,7 @@ from gspo_jax.settings.mesh import AXES
 from gspo_jax.sharding import BATCH, P
 
 # The number of an expert's rows is a multiple of `ROWS`, since a TPU is no faster with fewer rows.
-# If there are fewer tokens than that, it is a multiple of 8.
+# But the number is at most that of the tokens, rounded up to a multiple of 8.
 ROWS = 64
 
 

@@ -7,8 +7,8 @@ and an expert it chose. If a device has more assignments than rows in its buffer
 buffers several times, so no assignment is dropped. The experts' matrix products have five
 `IMPLEMENTATIONS`:
 
-  blocks    a loop over blocks of rows, each block for one expert: for many tokens on CPU
-  batched   one batched product of equally many rows per expert: for few tokens, on CPU and GPU
+  blocks    a loop over blocks of rows, each block for one expert; for many tokens on CPU
+  batched   one batched product, the same number of rows per expert; for few tokens, on CPU and GPU
   triton    Pallas kernels for NVIDIA GPUs, on rows sorted by expert (interpreted elsewhere)
   ragged    `lax.ragged_dot` on rows sorted by expert; on GPU XLA multiplies all rows by all experts
   megablox  JAX's Pallas grouped matmul for TPU (interpreted elsewhere)
@@ -93,7 +93,7 @@ def route(
   weights are the chosen scores, renormalised if `norm_topk_prob`, times `router.scale`. A softmax
   of the chosen logits alone (Granite, GPT-OSS) equals a renormalised softmax over all.
 
-  valid_BT: whether tokens count in the statistics; padding does not.
+  valid_BT: mask of the tokens that count in the statistics; 0 on padding.
   replayed_experts_BTk: indices in place of the router's choice; -1 keeps the choice. Gate weights
     are still the current router's scores, with a gradient: Routing Replay (arXiv:2507.18071, §5.3;
     R2 and R3 of arXiv:2512.01374). None means no replay.

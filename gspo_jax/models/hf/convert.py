@@ -133,7 +133,7 @@ def _plan(
   twin, (embed, head) = None, (names[key][0] for key in ("embed", "head"))
   if config.tie_word_embeddings and head in files.file_of:
     if embed in files.file_of:
-      twin = head  # Both are read, and must be equal.
+      twin = head  # Both tensors are read, and must be equal.
     else:
       names = names | {"embed": names["head"]}
   names = mxfp4.names_in(files.file_of, names)
@@ -285,9 +285,9 @@ def save(
   """Writes config.json and safetensors for transformers' `from_pretrained`.
 
   Names and shapes are those of published checkpoints, most of which have one tensor per expert. All
-  processes must call this; the first one writes. It writes no files of a tokenizer. An earlier save
-  in the directory is replaced when the new files are complete. Adapters are merged; in bfloat16 the
-  sums are dithered as in training.
+  processes must call this function; the first process writes. Files of a tokenizer are not written.
+  An earlier save in the directory is replaced when the new files are complete. Adapters are merged;
+  in bfloat16 the sums are dithered as in training.
 
   Args:
     dtype: dtype of the tensors, float32, bfloat16 or float16. None keeps each parameter's dtype.

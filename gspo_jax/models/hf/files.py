@@ -175,8 +175,8 @@ class Files:
   def check_names(self, shapes: Shapes, others: Iterable[str] = ()) -> None:
     """Raises CheckpointError for missing or superfluous tensors.
 
-    The files must have all tensors of `shapes`. Besides these they may have only `others`, and
-    tensors with names that end in `IGNORED`.
+    The files must have all tensors of `shapes`. They may also have the tensors `others`, and
+    tensors with names that end in `IGNORED`. Any other tensor is superfluous.
 
     others: names of further tensors, to be ignored.
     """

@@ -52,7 +52,7 @@ _MODULE = re.compile(r"\.([^.]+)\.lora_[AB]\.weight$")  # The group is a module,
 
 
 def load(directory: str | os.PathLike, params: Any, model: ModelConfig, config: LoraConfig) -> Any:
-  """Returns `params` with the adapters of a directory, in the same sharding.
+  """Returns `params` with the adapters of a directory, in the sharding of `params`.
 
   Raises:
     FileNotFoundError, CheckpointError, ValueError: as `check`.

@@ -34,7 +34,7 @@ RULES = dict(
 
 
 def read(raw: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
-  """Reads rotary parameters from `rope_parameters`, `rope_scaling`, and keys beside these.
+  """Reads rotary parameters from `rope_parameters`, `rope_scaling`, and top-level keys.
 
   Raises ValueError for an unknown rule or key, for a missing key of a rule, and for two different
   values of a parameter.

@@ -29,8 +29,8 @@ from gspo_jax.verifiers.mathematics.values import rational
 def same_answer(gold, ours) -> bool:
   """Whether two nodes of `structure.read` are the same answer.
 
-  The comparison is not symmetric: the relation m + n = 204 may answer the gold number 204, but not
-  vice versa.
+  The comparison is not symmetric. The relation m + n = 204 may answer the gold number 204, but the
+  number 204 does not answer the gold relation m + n = 204.
   """
   if isinstance(gold, Choice) or isinstance(ours, Choice):
     return _same_choice(gold, ours)

@@ -55,7 +55,7 @@ def series(reader, name: str):
 
 
 def limit(reader):
-  """Reads a limit, from one side or both."""
+  """Reads a one-sided or two-sided limit."""
   reader.take("_")
   bounds = reader.group_tokens()
   if len(bounds) < 3 or bounds[0].kind != "letter" or bounds[1].text != "to":

@@ -7,8 +7,8 @@ from gspo_jax.verifiers.mathematics.expression import GREEK
 from gspo_jax.verifiers.mathematics.spelling import DENIAL
 from gspo_jax.verifiers.mathematics.tokens import Token, is_product
 
-# Parts of `_NAME`: a letter, with or without a mark above it; lengths and angles, named by points
-# such as AB and \angle ABC.
+# Parts of `_NAME`. A letter may have a mark above it. Points name lengths and angles, such as AB
+# and \angle ABC.
 _MARK = r"(?:\\(?:bar|hat|vec|tilde|overline|mathbb|mathcal|dot) )"
 _LETTER = rf"(?:[a-zA-Z]|\\(?:{'|'.join(sorted(GREEK))}) )"
 _POINTS = r"[A-Z]{2,}|m?\\(?:angle|triangle|widehat) \{?[A-Z]{1,4}\}?"

@@ -107,7 +107,7 @@ _CLOSED = frozenset(
   ratio mod modulo modulus choose root roots squared cubed power powers several couple many few ths
   googol googols another score per each every""".split()
 )
-# An ordinal as a part of a whole, such as "fifths". It is no counted thing.
+# An ordinal as a part of a whole, such as "fifths". Such a word is no counted thing.
 _PART = re.compile(
   r".*(?:third|four|fif|six|seven|eigh|nin|ten|eleven|twelf|teen|tie|red|sand|illion)ths?"
 )
@@ -132,7 +132,7 @@ _ITEM = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-  """A unit: a scale, and a product of dimensions. Each counted thing is its own dimension."""
+  """A unit: a scale, and a product of dimensions. Each counted thing is a separate dimension."""
 
   scale: F  # Relative to the units of scale 1 in the table.
   dimensions: tuple[tuple[str, int], ...]  # Sorted pairs (name, power).

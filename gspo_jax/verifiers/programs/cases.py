@@ -270,8 +270,8 @@ def completes(program: str, tests: Tests) -> str:
 def same_text(output: str, expected: str, tolerance: float = 0.0) -> bool:
   """Whether printed outputs are equal by LiveCodeBench's rule, within `tolerance`.
 
-  Spaces around the texts and their lines do not count. Both texts must have equally many lines, and
-  each line must be the same text or the same sequence of decimal numbers. A number of `expected`
+  Spaces around the texts and their lines do not count. The number of lines must be equal. Lines are
+  equal if they have the same text or the same sequence of decimal numbers. A number of `expected`
   with point or exponent, also among words, allows an error of `tolerance`, absolute or relative.
 
   Reference: grade_stdio in lcb_runner/evaluation/testing_util.py of LiveCodeBench.
@@ -301,7 +301,7 @@ def _same_line(ours: str, gold: str, tolerance: decimal.Decimal) -> bool:
 
 
 def _same_word(ours: str, gold: str, tolerance: decimal.Decimal) -> bool:
-  """Compares two words: decimals by the tolerance, integers by value, others as text."""
+  """Compares decimals by the tolerance, integers by value, and other words as text."""
   if ours == gold:
     return True
   if not (_NUMBER.fullmatch(ours) and _NUMBER.fullmatch(gold)):

@@ -1,6 +1,6 @@
 """Starts, uses and ends sandboxes, and tests whether this machine allows them.
 
-This is the verifier's side. The code of the sandbox itself is in sandbox/, and runs in an
+This module runs in the verifier's process. The code of the sandbox is in sandbox/, and runs in an
 interpreter without the verifier's packages and environment variables.
 """
 
@@ -118,8 +118,8 @@ class Sandbox(contextlib.AbstractContextManager):
     Args:
       request: the test. The program's process has a copy, so the request must not depend on the
         expected output.
-      most: maximum bytes of a reported output; None for no maximum. It may depend on the expected
-        output, since the sandbox reads it only after the program's end.
+      most: maximum bytes of a reported output; None for no maximum. The maximum may depend on the
+        expected output, since the sandbox reads it only after the program's end.
 
     Raises:
       SandboxError: the sandbox died.

@@ -1,8 +1,9 @@
 """Confines a candidate program by means of the Linux kernel, on x86-64 and AArch64.
 
-A program runs in separate mount, process, network, IPC and host-name namespaces. These are within a
-user namespace if the trainer lacks the right to create them. The root directory has Python, NumPy
-and the system's libraries, read-only. The working directory is an empty file system in memory.
+A program runs in separate mount, process, network, IPC and host-name namespaces. If the trainer
+lacks the right to create these namespaces, they are created within a user namespace. The root
+directory has Python, NumPy and the system's libraries, read-only. The working directory is an empty
+file system in memory.
 Resource limits and a list of allowed system calls (`calls.py`) confine the program further. With
 isolation "none", only the resource limits apply.
 """
