@@ -65,7 +65,7 @@ FEW = 256
 
 @flax.struct.dataclass
 class RouterStats:
-  """Sums over the tokens of a batch, without padding; of one layer, or stacked by layer."""
+  """Sums over the tokens of a batch except padding, for one layer or stacked by layer."""
 
   load_E: jax.Array  # Number of assignments to each expert.
   probability_E: jax.Array  # Router probability of each expert.
@@ -95,8 +95,8 @@ def route(
 
   valid_BT: mask of the tokens that count in the statistics; 0 on padding.
   replayed_experts_BTk: indices in place of the router's choice; -1 keeps the choice. Gate weights
-    are still the current router's scores, with a gradient: Routing Replay (arXiv:2507.18071, §5.3;
-    R2 and R3 of arXiv:2512.01374). None means no replay.
+    are still the current router's scores, with a gradient. This is Routing Replay
+    (arXiv:2507.18071, §5.3; R2 and R3 of arXiv:2512.01374). None means no replay.
   choice_bias_E: bias on the scores, for the choice alone. None means 0.
   bias_E: bias on the logits. None means 0.
   """
@@ -169,7 +169,7 @@ def choose_experts(
 
 
 def load_balance(stats: RouterStats, config: ModelConfig) -> jax.Array:
-  """E · Σ_e f_e P_e, averaged over layers; 1 when balanced.
+  """E · Σ_e f_e P_e, averaged over layers. It is 1 if the load is balanced.
 
   f_e is the share of assignments to expert e, P_e its mean router probability. Switch Transformer,
   arXiv:2101.03961, eq. 4.

@@ -60,7 +60,7 @@ def volatility(new_lBTk: Array, old_lBTk: Array, where_BT: Array | None = None) 
   A_lt = B_lt for all tokens, v_l is 0. If A_lt and B_lt are disjoint for all tokens, v_l is 1. Two
   independent uniform choices of k out of E experts differ by 1 - k/E on average. GSPO
   (arXiv:2507.18071, §5.3) reports about 0.10 after one gradient update of a 48-layer model. The
-  paper gives no formula; this one is an interpretation.
+  paper gives no formula, so the formula above is our interpretation.
 
   Tokens count if the experts of both policies are recorded and `where_BT` is above 0. If `where_BT`
   is None, all tokens with recorded experts count. A layer in which no token counts has 0.

@@ -8,7 +8,7 @@ from gspo_jax.settings.model import ModelConfig
 
 
 def read_layers(raw: Mapping[str, Any]) -> dict[str, Any]:
-  """Reads the layers without positions, from a flag per layer or as every n-th layer."""
+  """Reads the layers without positions, from a flag per layer or from an interval."""
   rotary, layers = raw.get("no_rope_layers"), raw["num_hidden_layers"]
   if rotary is None:
     interval = raw.get("no_rope_layer_interval", 4)

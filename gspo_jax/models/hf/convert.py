@@ -304,7 +304,7 @@ def save(
   model_config = hf_config.published(model_config)
   names, other_model = architectures.names(model_config), nested.Other(like)
   if other_model.names and load_config(like) != model_config:
-    raise ValueError(f"{like} has another language model than the one to save")
+    raise ValueError(f"the language model of {like} differs from the model to save")
   leaves = leaves_of(transformer.table(model_config), other_model.rename(names))
   arrays = _check_shapes(_merge(params, dtype), model_config)
   kinds = [jnp.dtype(a.dtype if dtype is None else dtype) for a in arrays]

@@ -96,7 +96,7 @@ def check(directory: str | os.PathLike, model: ModelConfig, config: LoraConfig) 
   expected = dataclasses.asdict(config) | dict(matrices=sorted(config.matrices))
   if wrong := [f"lora.{key}={value}" for key, value in stored.items() if value != expected[key]]:
     raise CheckpointError(
-      f"lora.adapter={name} has other adapters than this configuration: set {', '.join(wrong)}"
+      f"the adapters of lora.adapter={name} differ from this configuration: set {', '.join(wrong)}"
     )
   entries, _ = _entries(_leaves(model, config))
   shapes = {entry.name: entry.shape for entry in entries}

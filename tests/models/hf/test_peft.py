@@ -113,7 +113,7 @@ OTHER = dict(
 CHANGES_W = ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga", "something_new")
 SHAPES = (
   dict(r=4, lora_alpha=8),
-  r"other adapters than this configuration: set lora.rank=4, lora.alpha=8$",
+  r"differ from this configuration: set lora.rank=4, lora.alpha=8$",
 )
 
 
