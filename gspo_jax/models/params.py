@@ -42,7 +42,7 @@ def with_adapters(
 
   @functools.partial(jax.jit, out_shardings=layout)
   def adapt(params, key):
-    # XLA computes only the adapters of `fresh`, since nothing reads its other weights.
+    # XLA computes only the adapters of `fresh`, since nothing reads the other weights.
     fresh = weights.init(declared, key, jnp.float32)
     return lora.adapt(as_read(params, model, dtype), fresh)
 

@@ -26,14 +26,14 @@ class Estimator:
   options: tuple[str, ...] = ()
   group: bool = False  # Compares the responses to a prompt, and needs at least two.
   relative: bool = False  # Groups of equal rewards have advantages of 0.
-  # Compares turns or lines of the same number. If their returns are equal, advantages are 0.
+  # Compares turns or lines with the same number. If their returns are equal, advantages are 0.
   parts: bool = False
   across_groups: bool = False  # Uses statistics of the whole batch, which exclude masked responses.
   # Required parts of a configuration: a "critic", a "teacher", a "reference" policy in the reward,
   # "signals" (several rewards, costs), and separate rewards of "turns" or "lines".
   needs: frozenset[str] = frozenset()
   beside: frozenset[str] = frozenset()  # Parts of a configuration that are allowed, not required.
-  # Values of `objective.advantage_kind` with which this estimator may be combined. () means all.
+  # Names of estimators of group rewards with which this one may be combined. () means all names.
   kinds: tuple[str, ...] = ()
   by_token: bool = False  # Advantages may differ between tokens of a response.
   by_response: bool = True  # There is also one advantage per response, for losses that need it.

@@ -88,8 +88,8 @@ def turn_gae(
 
   Shapes: [B,T] ×4, [B] -> [B,T] advantages, [B,T] returns.
   Reference: arXiv:1506.02438 with turns as steps. The code of RAGEN (arXiv:2504.20073) has a
-  "bi-level" GAE, of which this is the upper level. The lower level, over the tokens of a turn, is
-  not included.
+  "bi-level" GAE, of which `turn_gae` is the upper level. The lower level, over the tokens of a
+  turn, is not included.
 
   Example:
     >>> reward_BT = jnp.array([[0.0, 0.0, 0.0, 1.0]])

@@ -117,8 +117,8 @@ class Std(NamedTuple):
 class Explained(NamedTuple):
   """Explained variance, 1 − Var(error)/Var(target).
 
-  It is 1 if there are no errors, 0 if predictions are no better than a constant, and negative if
-  they are worse than a constant. If all targets are equal, it is 0.
+  It is 1 if there are no errors, 0 if predictions are as good as a constant, and negative if they
+  are worse than a constant. If all targets are equal, it is 0.
   """
 
   weight: Array  # Number of tokens. The next four fields are sums over tokens.

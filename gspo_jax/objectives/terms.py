@@ -87,7 +87,7 @@ def policy_loss(
 
   The function returns `Sums`. Its first arguments are logp_BT, old_logp_BT, advantage_B or
   advantage_BT, and mask_BT. Further arguments are options (numbers or words with defaults) and
-  arrays of `Options`. With `**options`, it has all arguments of `Options`.
+  arrays of `Options`. A function with `**options` has all arguments of `Options`.
 
   Args:
     levels: allowed levels of importance correction, the default first. None means `BY_TOKEN` if

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from gspo_jax.verifiers import thought
 
 OUTCOMES = ("right", "wrong", "unparsable")
-# Maximum characters of an answer. For longer gold answers, the maximum is twice their length.
+# Maximum characters of an answer, or twice the length of the gold answer if that is more.
 MAX_ANSWER = 2000
 _TAG = re.compile("</?answer>")
 _LABEL = re.compile(r"(?:the\s+)?(?:final\s+)?answer[*_]{0,3}\s*(?:is|:|=)\s*:?\s*", re.IGNORECASE)

@@ -380,8 +380,8 @@ def attend_cudnn(
   """Attends with cuDNN's flash attention, for unpacked rows.
 
   An unpacked row is one segment, then padding. Such a row needs only a causal mask, since no token
-  sees the padding behind. Packed rows would need a mask of [T, T] values. A device with a packed
-  row runs `blockwise` for all its rows; this is decided at run time.
+  sees later padding. Packed rows would need a mask of [T, T] values. A device with a packed row
+  runs `blockwise` for all its rows; this is decided at run time.
   """
   earlier = k_BSKH.shape[1] - q_BTNH.shape[1]  # Keys without a query.
 

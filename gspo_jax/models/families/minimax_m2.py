@@ -1,4 +1,4 @@
-"""MiniMax-M2: biased sigmoid scores of experts, q/k norms over all heads, rotary half of a head.
+"""MiniMax-M2: biased sigmoid scores of experts, q/k norms over all heads, RoPE on half a head.
 
 https://huggingface.co/MiniMaxAI/MiniMax-M2
 """

@@ -156,7 +156,10 @@ def _nearest(raw: Mapping[str, Any]) -> str:
 
 
 def _grouped(values: dict[str, Any]) -> ModelConfig:
-  """Builds a configuration; "rope.rule" is the field `rule` of the group `rope`."""
+  """Builds a configuration from values by field.
+
+  For example, "rope.rule" is the field `rule` of the group `rope`.
+  """
   flat = {field: value for field, value in values.items() if "." not in field}
   for group in _GROUPS:
     changes = {

@@ -103,7 +103,9 @@ class Files:
     return RangedFile(*hub.bucket_reader(path))
 
   def fetch(self, needed: Mapping[str, int]) -> None:
-    """Downloads a repository's files with at least 90 % of their elements needed.
+    """Downloads files of a repository, to be read locally.
+
+    A file is downloaded if 90 % or more of its elements are in `needed`.
 
     needed: dict, tensor -> number of elements to read.
 

@@ -90,8 +90,8 @@ _LETTERS["bn"] = F(10**9)
 # Multipliers that may be the thing counted: "7 dozen" is right if the gold answer is 7 (dozens).
 COUNTED = ("dozen", "quarter", "half", "halve")
 
-# Plurals without -s. A counted thing is a plural, possibly after adjectives. It has no word of
-# _CLOSED.
+# Plurals without -s. A counted thing is a plural, possibly after adjectives. No word of a counted
+# thing is in _CLOSED.
 _PLURALS = frozenset("people children men women teeth geese mice fish sheep deer dice".split())
 _CLOSED = frozenset(
   """is are was were be been being am has have had does do did isn't aren't wasn't doesn't don't
