@@ -1,6 +1,6 @@
-"""Handles the command line before JAX and other libraries are imported, which takes seconds.
+"""Handles the command line before JAX and other libraries are imported. This import takes seconds.
 
-At first the module imports only the standard library and small modules of this package. So a
+At first this module imports only the standard library and small modules of this package. So a
 greeting, and messages about a wrong command line or missing libraries, appear at once. Only --help
 imports the declarations of keys, which need JAX.
 """
@@ -20,7 +20,7 @@ from gspo_jax.system.text import did_you_mean
 
 HELP = {"--help", "-help", "-h", "-?", "--helpshort", "-helpshort"}
 TRAIN = ("absl", "flax", "grain", "ml_collections", "optax", "orbax")
-# Some packages of each extra in setup.py. If a package is missing, the extra is not installed.
+# Packages that must exist if an extra of setup.py is installed, by extra.
 LIBRARIES = dict(
   train=TRAIN,
   experiments=(*TRAIN, "pandas", "scipy", "matplotlib"),
@@ -47,7 +47,7 @@ Flags:
   --config.KEY=VALUE  changes a key of the configuration
   --dry_run       checks all inputs as a run does and writes nothing; prints the changed keys, the
                   model's size, memory per device, tokens, operations and a lower bound of the time
-  --topology=v5p:4x4x4  checks a --dry_run for these TPUs (h100:8: GPUs), not the local devices
+  --topology=v5p:4x4x4  makes a --dry_run for these TPUs (or h100:8 for GPUs), not local devices
   --verbosity=1   prints tracebacks and messages of libraries
   --helpfull      lists the flags of all libraries too
 

@@ -32,7 +32,7 @@ class Data:
 
   @property
   def main_prompts(self) -> Sequence[Prompt]:
-    """Training prompts. If there are none, held-out problems for the run's own verifier."""
+    """Training prompts. If there are none, problems of benchmarks without a separate verifier."""
     problems = [prompt for b in self.held_out if not b.config.reward for prompt in b.problems]
     return self.train_prompts or problems
 
@@ -99,7 +99,8 @@ def _read_demonstrations(
 ) -> Sequence[Prompt]:
   """Selects demonstrations within `sft.max_tokens`.
 
-  Raises DataError if too few fit, or if one does not fit and `on_error` is "raise".
+  Raises DataError if fewer than two fit and `sft.target_loss` is set, or if one does not fit and
+  `on_error` is "raise".
   """
   fitting = sources.fitting(prompts, tok, sft.max_tokens, on_error)
   if sft.target_loss and len(fitting) < 2:

@@ -104,8 +104,8 @@ def check_memory(
   count, _ = transformer.count(config.model)
   adapters = config.job in ("rl", "offline") and config.lora.rank
   trained = config.job != "eval" and not adapters
-  # In float32, a parameter with its gradient and two moments takes 16 bytes, a parameter alone 4.
-  # Published weights are read in float32 even if they are used in bfloat16.
+  # In float32, a parameter with its gradient and two moments takes 16 bytes. A frozen parameter
+  # takes 4 bytes. Published weights are read in float32 even if they are used in bfloat16.
   needed = count * (16 if trained else 4)
   if config.has_iterations and config.critic.name == "model":
     needed += 16 * count

@@ -55,8 +55,8 @@ def _fitting_share(
 ) -> float:
   """Returns the share of gold answers within `limit` tokens.
 
-  The share is 1 if there are no gold answers, and for verifiers that accept responses without the
-  gold answer, such as programs.
+  The share is 1 if there are no gold answers, or if the verifier accepts responses without the gold
+  answer, as the verifier of programs does.
   """
   if verifier not in ("arithmetic", "recurrence", "math", "string") or not golds:
     return 1.0

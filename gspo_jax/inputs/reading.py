@@ -44,11 +44,11 @@ class Inputs:
   environment: environments.Make | None  # None for single turns.
   rewards: Mapping[str, RewardConfig]  # Reward settings, by name of the verifier.
   data: Data
-  trial: Trial | None  # With the first problem. None for single turns, or if there is no problem.
+  trial: Trial | None  # Of the first problem; None for single turns, or if there are no problems.
   meshes: Meshes
   teacher: Teacher | None  # None without distillation.
   date: datetime.datetime  # First start of the run.
-  contents: Mapping[str, str]  # Result of `contents.describe`.
+  contents: Mapping[str, str]  # Descriptions of weights, code and data, by configuration key.
 
   @property
   def origins(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def read_parts(
   recorded: Mapping[str, Any],
   devices: list[Any] | None = None,
 ) -> Inputs:
-  """Reads and checks a run's inputs. `read_inputs` also compares them with the last start.
+  """Reads and checks a run's inputs. `read_inputs` also compares them with an earlier start.
 
   Args:
     config: configuration of the run.

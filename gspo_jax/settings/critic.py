@@ -16,27 +16,41 @@ from gspo_jax.settings.ranges import (
 
 @dataclasses.dataclass(frozen=True)
 class CriticConfig:
-  """Critic of PPO, for objective.name=ppo_clip. docs/objectives.md"""
+  """Critic, for the losses ppo_clip, gspo_token and segment. docs/objectives.md"""
 
   name: Literal["none", "head", "model"] = key(
     "none",
-    "head: on the policy's trunk | model: a separate model, initialised from the policy",
+    "none: no critic | head: a value head on the policy's hidden states | model: a separate "
+    "model, initialised from the policy",
   )
-  warmup_iterations: NonNegativeInt = key(0, "initial iterations with updates of the critic alone")
+  warmup_iterations: NonNegativeInt = key(
+    0, "number of first iterations that update the critic alone"
+  )
   discount: PositiveFraction = key(
-    1.0, "γ, per token (turn_gae: per turn); 1: values do not depend on the length of a response"
+    1.0, "γ of GAE, per token or, if objective.advantage=turn_gae, per turn; 1: no discount"
   )
-  trace: Fraction = key(0.95, "λ of GAE, per token (turn_gae: per turn); 1: Monte Carlo returns")
+  trace: Fraction = key(
+    0.95,
+    "λ of GAE, per token or, if objective.advantage=turn_gae, per turn; 1: Monte Carlo returns",
+  )
   bootstrap: bool = key(
-    False, "True: returns of a truncated response include the value of its last state"
+    False, "value of the state after a truncated response. True: the critic's value | False: 0"
   )
-  clip: NonNegativeFloat = key(0.2, "largest change of a value in an iteration; 0: no bound")
-  normalize: bool = key(True, "standardise advantages over tokens")
+  clip: NonNegativeFloat = key(
+    0.2, "clip range of the value loss, around the values before the updates; 0: no clipping"
+  )
+  normalize: bool = key(
+    True,
+    "True: shift and scale the advantages of an iteration's tokens to mean 0 and standard "
+    "deviation 1",
+  )
   trunk_coef: NonNegativeFloat = key(
-    0.1, "name=head: factor of the value loss's gradient into the policy's trunk; 0: no gradient"
+    0.1,
+    "factor of the value loss in the gradient of the policy's trunk, if critic.name=head; 0: no "
+    "gradient",
   )
   kl_coef: NonNegativeFloat = key(
-    0.0, "factor of log π_old/π_ref, subtracted from each token's reward"
+    0.0, "factor β of a KL penalty: β log π_old/π_ref is subtracted from each token's reward"
   )
 
   def __post_init__(self):
@@ -50,7 +64,8 @@ class CriticConfig:
   def hyperparameters(self, updates: int) -> dict[str, float]:
     """Returns arguments of compiled programs.
 
-    `clip`, `trunk_coef` and `kl_coef` are excluded if they are 0: the programs omit their terms.
+    If one of `clip`, `trunk_coef` and `kl_coef` is 0, it is excluded, and the programs omit its
+    term.
 
     Args:
       updates: number of updates per iteration.
@@ -61,9 +76,9 @@ class CriticConfig:
 
   @property
   def static(self) -> "CriticConfig":
-    """The section with 1 for each of `hyperparameters`, and without warm-up.
+    """The section with each of `hyperparameters` set to 1, and without warm-up.
 
-    Compiled programs have it as a constant.
+    Compiled programs have this section as a constant.
     """
     ones = {key: 1.0 for key in self.hyperparameters(0) if key != "warmup"}
     return dataclasses.replace(self, **ones, warmup_iterations=0)
@@ -71,15 +86,21 @@ class CriticConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DistillationConfig:
-  """On-policy distillation, from a larger model. docs/objectives.md"""
+  """On-policy distillation from a teacher. docs/objectives.md"""
 
   teacher: str = key(
-    "", 'Hugging Face directory or repository | run or its checkpoint, as weights; "": none'
+    "",
+    "weights of the teacher, named as in key weights: Hugging Face directory or repository | run "
+    'or its checkpoint | "": no teacher',
   )
   coef: PositiveFloat = key(1.0, "factor of log π_teacher/π_old in a token's advantage")
-  discount: Fraction = key(0.0, "discount of later tokens' log-ratios in an advantage; 0: excluded")
+  discount: Fraction = key(
+    0.0,
+    "factor γ per token: the log-ratio of the n-th later token counts γ^n in an advantage; 0: "
+    "only the token's own log-ratio counts",
+  )
   reward_weight: NonNegativeFloat = key(
-    1.0, "weight of the advantage from rewards; 0: the teacher alone"
+    1.0, "weight of the advantage from rewards; 0: advantages are from the teacher alone"
   )
 
   def __post_init__(self):

@@ -37,7 +37,7 @@ class Format:
   demonstration: str = ""  # Target of supervised fine-tuning; "": the answer field.
   template: str = ""  # Template of the prompt with {question}; "": data.prompt_template.
   starter: str = ""  # Field of starter code; rows with starter code use `starter_template`.
-  starter_template: str = ""  # Has {question} and {starter}.
+  starter_template: str = ""  # Template with {question} and {starter}.
   id: str = ""  # Field of the row's id; "": the first of ID_FIELDS in the row, else file and line.
   name: str = ""  # Name in FORMATS; "": the format comes from the section `data`.
   # Function from a row to further fields of its `json:` answer. It may raise BadRow. None if there
@@ -45,7 +45,7 @@ class Format:
   adapt: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
 
   def key(self, name: str) -> str:
-    """Returns how to choose another field, for error messages."""
+    """Returns how to change the key `data.NAME`, for error messages."""
     return f"leave out {self.name}@ and set data.{name}" if self.name else f"data.{name}"
 
   def __post_init__(self):
@@ -86,9 +86,15 @@ class OfflineConfig:
   """Recorded responses, the training data of job=offline. docs/data.md"""
 
   data: str = key(
-    "", "files, separated by commas: rollouts/rl_*.jsonl of a run, or others of this format"
+    "",
+    "files of recorded responses, separated by commas: rollouts/rl_*.jsonl of a run, or other "
+    "files of this format",
   )
-  fresh: FractionBelowOne = key(0.0, "share of prompts with newly sampled responses")
+  fresh: FractionBelowOne = key(
+    0.0,
+    "share of an iteration's prompts with newly sampled responses. The other prompts have "
+    "recorded responses.",
+  )
 
   def __post_init__(self):
     ranges.check(self, "offline")
@@ -96,61 +102,99 @@ class OfflineConfig:
 
 @dataclasses.dataclass(frozen=True)
 class QuerySetConfig:
-  """Prompts that training drops, readmits or samples again."""
+  """Choice of prompts by earlier results: dropping, readmission and dynamic sampling."""
 
   drop_after: NonNegativeInt = key(
-    0, "consecutive groups, all right or all wrong, before their prompt is dropped; 0: never"
+    0,
+    "number of consecutive all-right groups, or of consecutive all-wrong groups, after which "
+    "their prompt is dropped; 0: never",
   )
-  readmit_after: NonNegativeInt = key(0, "iterations until a dropped prompt returns; 0: never")
+  readmit_after: NonNegativeInt = key(
+    0, "number of iterations until a dropped prompt is readmitted; 0: never"
+  )
   extra_rounds: NonNegativeInt = key(
-    0, "further rounds of sampling until rewards vary in all groups (DAPO)"
+    0,
+    "largest number of further rounds of sampling in an iteration, to replace groups whose "
+    "responses all have the same score (DAPO)",
   )
 
   def __post_init__(self):
     ranges.check(self, "data.query_set")
     wrong = [
-      (self.readmit_after, "{readmit_after} readmits nothing, since {drop_after}; set one of them"),
+      (
+        self.readmit_after,
+        "{readmit_after} has no effect, since {drop_after} drops no prompts; change one of them",
+      ),
     ]
     ranges.refuse(self, "data.query_set", [] if self.drop_after else wrong)
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-  """Sources of problems, and the default format of their files. docs/data.md"""
+  """Sources of problems, and the default format of files. docs/data.md"""
 
   train: str = key(
-    "arithmetic:train", "embedded task | [format@]path [where ...] | several, with commas"
+    "arithmetic:train",
+    "training problems: embedded task, such as arithmetic:train | file, as [format@]path [where "
+    "...] | several of these, separated by commas",
   )
-  eval: str = key("arithmetic:heldout", "held-out problems, as data.train")
-  question_field: str = key("question", "field, or template of {fields}")
-  answer_field: str = key("answer", "field, or json:tests,metadata")
+  eval: str = key("arithmetic:heldout", "held-out problems, named as in data.train")
+  question_field: str = key(
+    "question", "field with the question, or a template of several {fields}"
+  )
+  answer_field: str = key(
+    "answer",
+    "field with the gold answer, or json:tests,metadata for a JSON object of several fields",
+  )
   answer_pattern: str = key(
-    "", 'regex with the answer as group 1; boxed: contents of \\boxed{}; "": the whole field'
+    "",
+    "regular expression whose group 1 is the answer | boxed: contents of the last \\boxed{} or "
+    '\\fbox{} | "": the whole field',
   )
-  demonstration_field: str = key("", 'target of the cold start; "": the answer field')
+  demonstration_field: str = key(
+    "", 'field with the target of the cold start; "": the answer field'
+  )
   prompt_template: str = key(
-    "{question}", "user turn of a chat template, else the whole prompt; has {question}"
+    "{question}",
+    "text of the user turn if there is a chat template, else of the whole prompt; must contain "
+    "{question}",
   )
-  chat_template: bool = key(True, "apply the tokenizer's chat template, if any; False: plain text")
-  template_arguments: dict = key({}, "arguments of the chat template, by name: enable_thinking")
+  chat_template: bool = key(
+    True,
+    "True: apply the chat template of the tokenizer, if it has one | False: prompts are plain text",
+  )
+  template_arguments: dict = key(
+    {}, "arguments of the chat template, by name, such as enable_thinking"
+  )
   system: str = key("", 'system prompt; "": none')
   max_prompt_tokens: PositiveInt = key(
-    8, 'largest number of tokens, by default for "999+999="; longer prompts are bad rows (on_error)'
+    8,
+    "largest number of tokens of a prompt. A longer prompt is a bad row (data.on_error). The "
+    'default fits "999+999=".',
   )
-  on_error: Literal["raise", "skip"] = key("raise", "bad rows: stop the run | skip and count them")
+  on_error: Literal["raise", "skip"] = key(
+    "raise", "raise: a bad row stops the run | skip: bad rows are excluded and counted"
+  )
   digits: Annotated[int, Range(1, 3)] = key(
-    3, "embedded tasks: digits of an operand; calculator: 1 or 2"
+    3,
+    "number of digits of each number in the problems of arithmetic and calculator (calculator: 1 "
+    "or 2)",
   )
   lines: tuple[Annotated[int, Range(1, 128)], ...] = key(
-    (8, 16, 32), "recurrence: numbers of lines of a problem"
+    (8, 16, 32), "numbers of lines of a response, in the problems of recurrence"
   )
   carry_errors: Fraction = key(
-    0.5, "embedded tasks: probability of a forgotten carry in a demonstration"
+    0.5,
+    "probability of forgetting a carry, for each carry in a demonstration of arithmetic, "
+    "calculator or recurrence",
   )
   skipped_work: Fraction = key(
-    0.0, "arithmetic: share of demonstrations with the answer alone, without the work"
+    0.0, "share of demonstrations of arithmetic that have the answer alone, without the work"
   )
-  checks: Fraction = key(0.0, "calculator: probability of a repeated call in a demonstration")
+  checks: Fraction = key(
+    0.0,
+    "probability of asking a question twice, for each question in a demonstration of calculator",
+  )
   query_set: QuerySetConfig = QuerySetConfig()
 
   def __post_init__(self):

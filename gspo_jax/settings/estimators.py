@@ -46,14 +46,14 @@ def check(c: RunConfig) -> None:
     raise ValueError(
       f"{source and f'{source}: '}data.query_set.extra_rounds={rounds} replaces groups of equal "
       f"rewards, and {'they have advantages' if source else f'{combination} learns from them'}; "
-      "set it to 0"
+      "set extra_rounds to 0"
     )
   if c.environment.discount != 1 and not by_part:
     raise ValueError(
       f"environment.discount={c.environment.discount} has no effect: it discounts turns and lines "
       f"with separate advantages, and {combination}, critic.name={c.critic.name!r}, "
       f"environment.name={c.environment.name!r}, reward.per_line={c.reward.per_line} have none; "
-      "set it to 1, or critic.discount with a critic"
+      "set it to 1 (a critic has its own key critic.discount)"
     )
   _check_sources(c)
 

@@ -13,15 +13,21 @@ from gspo_jax.settings.rewards import VERIFIERS
 class BenchmarkConfig:
   """A benchmark in addition to `data.eval`; its metrics are eval/<name>/..."""
 
-  data: str = key("", 'source, as data.eval; "": no benchmark')
+  data: str = key("", 'source of problems, named as in data.train; "": no benchmark')
   reward: Annotated[str, Name(("", *VERIFIERS))] = key(
-    "", 'verifier, as reward.name; "": the run\'s'
+    "", 'verifier, named as in reward.name; "": the verifier or environment of the run'
   )
   problems: NonNegativeInt = key(0, "number of problems, evenly spread over the set; 0: all")
-  samples: PositiveInt = key(4, "k of avg@k, per problem")
-  pass_at: tuple[PositiveInt, ...] = key((), "values k of pass@k, up to samples")
-  rating: bool = key(False, "report an Elo rating, from the problems' field `rating`")
-  standings: str = key("", 'contests, as JSON lines, for a rating among participants; "": none')
+  samples: PositiveInt = key(4, "k of the metric avg@k, the number of responses per problem")
+  pass_at: tuple[PositiveInt, ...] = key((), "values k of the metrics pass@k, at most samples")
+  rating: bool = key(
+    False, "True: report an Elo rating of the model, from the field `rating` of the problems"
+  )
+  standings: str = key(
+    "",
+    "file of contest standings (JSON lines), for a rating of the model among the human "
+    'participants; "": none',
+  )
 
   def __post_init__(self):
     ranges.check(self, "eval.benchmarks")
@@ -29,19 +35,23 @@ class BenchmarkConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
-  """Evaluations, during training and by job=eval. docs/evaluation.md"""
+  """Evaluations during training, and of job=eval. docs/evaluation.md"""
 
-  every: PositiveInt = key(20, "iterations between evaluations during training")
+  every: PositiveInt = key(20, "number of iterations between evaluations during training")
   problems: NonNegativeInt = key(
     0, "number of held-out problems, evenly spread over the set; 0: all"
   )
-  samples: PositiveInt = key(4, "k of avg@k, per problem")
-  temperature: Temperature = key(1.0, "0: greedy")
-  top_k: NonNegativeInt = key(0, "0: all tokens")
-  top_p: ranges.PositiveFraction = key(1.0, "1: all tokens")
-  max_new_tokens: NonNegativeInt = key(0, "0: sampling.max_new_tokens")
-  greedy: bool = key(True, "sample a greedy response per problem too")
-  batch: PositiveInt = key(64, "problems scored and logged together")
+  samples: PositiveInt = key(4, "k of the metric avg@k, the number of responses per problem")
+  temperature: Temperature = key(1.0, "temperature of the k responses; 0: greedy")
+  top_k: NonNegativeInt = key(0, "sample from this number of likeliest tokens; 0: from all tokens")
+  top_p: ranges.PositiveFraction = key(
+    1.0, "sample from the likeliest tokens up to this total probability; 1: from all tokens"
+  )
+  max_new_tokens: NonNegativeInt = key(
+    0, "largest number of tokens of a response; 0: sampling.max_new_tokens"
+  )
+  greedy: bool = key(True, "True: also sample one greedy response per problem")
+  batch: PositiveInt = key(64, "number of problems that are scored and logged together")
   benchmarks: dict[str, BenchmarkConfig] = key({}, "further benchmarks, by name")
 
   def __post_init__(self):
@@ -57,7 +67,7 @@ class EvalConfig:
         raise ValueError(f"{key}.pass_at={k} must be at most {key}.samples={benchmark.samples}")
 
   def figures(self) -> list[str]:
-    """Returns names of an evaluation's metrics. Verifiers and environments may add others."""
+    """Returns names of an evaluation's metrics. Verifiers and environments may add metrics."""
     metrics = []
     for name, benchmark in [("", None), *self.benchmarks.items()]:
       names = ["accuracy", *(f"pass@{k}" for k in benchmark.pass_at)] if benchmark else ["accuracy"]

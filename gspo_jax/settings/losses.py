@@ -50,31 +50,38 @@ KINDS = dict(
 
 # Meanings and units of all options.
 MEANINGS = dict(
-  clip_low="lower bound of ratios is 1 - clip_low; gmpo: of log-ratios, -clip_low; dppo: largest "
-  "divergence of ratios below 1",
-  clip_high="upper bound of ratios is 1 + clip_high; gmpo: of log-ratios, clip_high; dppo: largest "
-  "divergence of ratios above 1",
-  dual_clip="for Â < 0: lower bound of the objective, as a multiple of Â",
-  aggregate="sequence: mean of responses' means | token: mean of tokens | constant: sum "
-  "divided by a constant",
-  divergence="dppo: binary tv or kl of the sampled token against all others",
-  entropy_coef="factor of an entropy bonus",
-  kl="estimator of the divergence from the reference; k3_weighted: for older policies' responses",
-  kl_coef="factor of the divergence from the policy before RL",
-  tau_pos="sapo: temperature of its gate for Â > 0",
-  tau_neg="sapo: temperature of its gate for Â < 0",
-  k_pos="vespo: decay of a response's weight for ratios below 1 and Â ≥ 0",
-  lambda_pos="vespo: decay for ratios above 1 and Â ≥ 0",
-  k_neg="vespo: as k_pos, for Â < 0",
-  lambda_neg="vespo: as lambda_pos, for Â < 0",
-  beta="reward per log-ratio; spo: ratio to the reference; opmd: to the old policy",
-  soft_value="spo: soft value Q̂_0 of every prompt; unset: estimated per group",
-  clip_length="tokens of a response with exactly clip_low and clip_high",
-  clip_exponent="exponent of clip_length / tokens, which multiplies the ranges; 0: equal ranges",
-  length_exponent="exponent of the length in the denominator of log-ratios; 1: the paper's mean",
-  segment_unit="segment: unit with one ratio",
-  segment_tokens="tokens of a segment, for segment_unit=tokens",
-  segment_delimiters="ends of a step; unset: tags of the chat template",
+  clip_low="ratios are clipped below 1 - clip_low. gmpo clips log-ratios below -clip_low. dppo "
+  "masks tokens with Â < 0, a ratio below 1 and a divergence above clip_low.",
+  clip_high="ratios are clipped above 1 + clip_high. gmpo clips log-ratios above clip_high. dppo "
+  "masks tokens with Â > 0, a ratio above 1 and a divergence above clip_high.",
+  dual_clip="lower bound of the objective for Â < 0, as a multiple of Â; unset: no bound",
+  aggregate="sequence: mean over responses of means over their tokens | segment: mean over all "
+  "segments of means over their tokens | token: mean over all tokens | constant: sum over all "
+  "tokens, divided by the number of responses times sampling.max_new_tokens",
+  divergence="divergence of dppo, between the old and the current probabilities of two events, the "
+  "sampled token and any other token. tv: total variation | kl: KL divergence",
+  entropy_coef="factor of the entropy bonus",
+  kl="estimator of the KL divergence from the reference policy, the policy before RL. k3_weighted "
+  "is for responses of older policies.",
+  kl_coef="factor of the penalty for this divergence in the loss; 0: no penalty",
+  tau_pos="temperature of sapo's gate, for Â > 0",
+  tau_neg="temperature of sapo's gate, for Â < 0",
+  k_pos="k in vespo's weight W^k exp(λ (1 - W)) of a response with ratio W, for Â ≥ 0",
+  lambda_pos="λ in vespo's weight W^k exp(λ (1 - W)) of a response with ratio W, for Â ≥ 0",
+  k_neg="k in vespo's weight W^k exp(λ (1 - W)) of a response with ratio W, for Â < 0",
+  lambda_neg="λ in vespo's weight W^k exp(λ (1 - W)) of a response with ratio W, for Â < 0",
+  beta="β, reward that balances a log-ratio of 1. The ratio is to the reference policy in spo, and "
+  "to the old policy in opmd.",
+  soft_value="soft value Q̂_0 of every prompt, for spo; unset: estimated from each group",
+  clip_length="length in tokens of a response whose clip range is exactly clip_low and clip_high",
+  clip_exponent="exponent γ of the factor (clip_length / length)^γ on a response's clip range; 0: "
+  "no factor",
+  length_exponent="exponent α: the sum of a response's log-ratios is divided by length^α. 1 is the "
+  "mean of the GSPO paper.",
+  segment_unit="part of a response with its own ratio, for the loss segment",
+  segment_tokens="number of tokens of a segment, if segment_unit=tokens",
+  segment_delimiters="texts that end a step, if segment_unit=step; unset: tags of the chat "
+  "template",
 )
 
 
@@ -87,7 +94,7 @@ DYNAMIC = (
   *("tau_pos", "tau_neg", "beta", "k_pos", "lambda_pos", "k_neg", "lambda_neg"),
 )
 
-# Arguments of a loss that the update computes; its other arguments are options.
+# Arguments of a loss that the update computes, beside the first four. The rest are options.
 COMPUTED = ("max_length", "segment_BT", "ref_logp_BT", "sampler_logp_BT", "entropy_BT", "weight")
 # Arguments of an estimator that are not options.
 ESTIMATOR_INPUTS = ("valid_PG", "right_from")
@@ -102,9 +109,10 @@ _USER_KINDS = {
 
 @functools.cache
 def find_loss(name: str) -> O.PolicyLoss:
-  """Returns a loss by its name, or a user's by `package.module:function`.
+  """Returns a loss by its name.
 
-  If the function lacks the decorator `objectives.policy_loss`, the decorator is applied to it.
+  A user's loss has the name `package.module:function`. If the function lacks the
+  decorator `objectives.policy_loss`, the decorator is applied to it.
 
   Raises:
     ValueError: the function cannot be imported, or its arguments are invalid.
@@ -128,14 +136,16 @@ def find_loss(name: str) -> O.PolicyLoss:
     ):
       raise ValueError(
         f"{label}: argument {p.name} is neither computed by the update ({', '.join(COMPUTED)}) nor "
-        "an option, since it has no default; add a default, or remove the argument"
+        "an option, which has a default and no suffix _BT; change or remove the argument"
       )
   return loss
 
 
 @functools.cache
 def find_estimator(name: str) -> O.Estimator:
-  """Returns an estimator by its name, or a user's by `package.module:function`.
+  """Returns an estimator by its name.
+
+  A user's estimator has the name `package.module:function`.
 
   Raises:
     ValueError: the function cannot be imported.
@@ -161,7 +171,7 @@ def find_estimator(name: str) -> O.Estimator:
 
 
 def estimator_options(name: str | None) -> dict[str, Any]:
-  """Returns options of a user's estimator, with defaults. Built-in estimators have {}."""
+  """Returns options of a user's estimator, with defaults; {} for a built-in estimator."""
   if name is None or name in O.ESTIMATORS or name not in ESTIMATOR_NAMES:
     return {}
   parameters = inspect.signature(find_estimator(name).of_group).parameters
@@ -224,7 +234,7 @@ def _parameters(function: Callable, label: str) -> Mapping[str, inspect.Paramete
 def options_of(name: str, advantage: str | None = None) -> Mapping[str, Any]:
   """Options of loss `name` in a configuration, with their published defaults.
 
-  `max_length` is not among them: the key `sampling.max_new_tokens` sets it.
+  `max_length` is excluded, since the key `sampling.max_new_tokens` sets its value.
 
   Args:
     name: name of the loss.

@@ -14,16 +14,17 @@ AnyDevices = Annotated[int, Range(0, 1_000_000, also=-1)]
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-  """Devices per axis; -1 in one axis: all remaining devices."""
+  """Number of devices on each axis of the mesh. One axis may have -1: all remaining devices."""
 
-  data: Devices = key(1, "replicas; a multiple of the number of TPU slices")
-  fsdp: Devices = key(-1, "shards of weights and of a batch's rows")
-  expert: Devices = key(1, "shards of the experts, and of rows")
-  tensor: Devices = key(1, "shards of heads and layer widths")
+  data: Devices = key(1, "number of replicas; a multiple of the number of TPU slices")
+  fsdp: Devices = key(-1, "number of shards of the weights, and of a batch's rows")
+  expert: Devices = key(1, "number of shards of the experts, and of a batch's rows")
+  tensor: Devices = key(1, "number of shards of attention heads and layer widths")
   rollout_experts: Literal["auto", "all", "fsdp", "expert"] = key(
     "auto",
-    "devices over which the sampler's experts are split: all of a slice | those of the axis fsdp "
-    "or expert | auto: all, if they divide the number of experts, else expert",
+    "devices over which the sampler splits the experts. all: all devices of a slice | fsdp: "
+    "those of axis fsdp | expert: those of axis expert | auto: as all if that divides the number "
+    "of experts, else as expert",
   )
 
   def __post_init__(self):
@@ -32,8 +33,9 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutMeshConfig:
-  """Devices per axis of the sampler's own mesh, after the devices of `mesh`. -1 in one axis: all
-  remaining devices; 0: the sampler uses the trainer's mesh. docs/asynchronous.md"""
+  """Number of devices on each axis of the sampler's own mesh. They follow the devices of `mesh`.
+  One axis may have -1: all remaining devices. If an axis has 0, the sampler uses the trainer's
+  mesh. docs/asynchronous.md"""
 
   data: AnyDevices = key(1, "as mesh.data")
   fsdp: AnyDevices = key(0, "as mesh.fsdp; 0: the sampler uses the trainer's mesh")

@@ -37,10 +37,10 @@ class Kind(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-  """Hyperparameters of a Transformer; `common.model(common.size(NAME))` has those of a named size.
-  Names follow Hugging Face's config.json.
+  """Hyperparameters of a Transformer, with the names of Hugging Face's config.json. In a
+  configuration file, `common.model(common.size(NAME))` returns those of a named size.
 
-  The defaults are a dense model with full attention.
+  The default model of a run is `tiny_moe` of settings/sizes.py.
   """
 
   family: Literal[
@@ -59,35 +59,51 @@ class ModelConfig:
     "gpt_oss",
     "qwen3_5",
     "qwen3_next",
-  ] = required("file of gspo_jax/models/families")
+  ] = required("name of a file of gspo_jax/models/families")
   vocab_size: Annotated[int, Range(1, 4_194_304)] = required(
-    "number of tokens; tokenizer=bytes: 256 and 3 special ones, rounded up to a multiple of 8"
+    "number of token ids. The tokenizer bytes has 259, rounded up to a multiple of 8."
   )
-  hidden_size: Width = required("D, model width")
+  hidden_size: Width = required("D, width of the model")
   num_layers: Annotated[int, Range(1, 1024)] = required("l, number of layers")
-  num_heads: Width = required("N, heads of queries")
-  num_kv_heads: Width = required("K, heads of keys and values; divides N")
-  head_dim: Annotated[int, Range(2, 65_536)] = required("H, even: RoPE rotates pairs")
-  intermediate_size: PositiveInt = required("F, width of dense layers")
-  num_experts: Annotated[int, Range(0, 65_536)] = key(0, "E, experts of a layer; 0: dense layers")
-  experts_per_token: NonNegativeInt = key(0, "k, experts chosen per token")
-  moe_intermediate_size: NonNegativeInt = key(0, "F, width of an expert")
-  norm_topk_prob: bool = key(True, "gate weights of the chosen experts sum to 1")
-  decoder_sparse_step: PositiveInt = key(1, "every n-th layer is a MoE layer")
-  mlp_only_layers: tuple[NonNegativeInt, ...] = key((), "indices of further dense layers, from 0")
-  rope_theta: Theta = required("base of the rotary positions' wavelengths")
-  rms_norm_eps: ranges.Fraction = required("ε, added to the mean square")
-  qk_norm: bool = required("RMSNorm of each head's query and key (Qwen3)")
-  attention_bias: bool = key(False, "biases on the q, k and v projections (Qwen2)")
-  tie_word_embeddings: bool = key(False, "the embedding is the output head too")
-  max_position_embeddings: Annotated[int, Range(1, INT32)] = required(
-    "largest number of tokens of prompt and response together"
+  num_heads: Width = required("N, number of query heads")
+  num_kv_heads: Width = required("K, number of heads of keys and of values; divides N")
+  head_dim: Annotated[int, Range(2, 65_536)] = required(
+    "H, width of a head; even, since RoPE rotates pairs"
   )
-  query_pre_attn_scalar: NonNegativeInt = key(0, "d of scores q kᵀ / √d; 0: head_dim")
-  attn_logit_softcapping: NonNegativeFloat = key(0.0, "c of c · tanh(x / c) of scores x; 0: none")
-  final_logit_softcapping: NonNegativeFloat = key(0.0, "as attn_logit_softcapping, for logits")
-  sliding_window: NonNegativeInt = key(0, "window of a local layer; 0: all positions")
-  sliding_window_pattern: PositiveInt = key(1, "every n-th layer is global, the others local")
+  intermediate_size: PositiveInt = required("F, width of a dense feed-forward layer")
+  num_experts: Annotated[int, Range(0, 65_536)] = key(
+    0, "E, number of experts of a layer; 0: all layers are dense"
+  )
+  experts_per_token: NonNegativeInt = key(0, "k, number of experts chosen per token")
+  moe_intermediate_size: NonNegativeInt = key(0, "F, width of an expert")
+  norm_topk_prob: bool = key(
+    True, "True: normalise the gate weights of a token's chosen experts to the sum 1"
+  )
+  decoder_sparse_step: PositiveInt = key(1, "n, if every n-th layer is a MoE layer")
+  mlp_only_layers: tuple[NonNegativeInt, ...] = key(
+    (), "indices, from 0, of further layers without experts"
+  )
+  rope_theta: Theta = required("base of the rotary positions' wavelengths")
+  rms_norm_eps: ranges.Fraction = required("ε of RMSNorm, added to the mean square")
+  qk_norm: bool = required("True: RMSNorm of each head's query and key (Qwen3)")
+  attention_bias: bool = key(False, "True: biases of the q, k and v projections (Qwen2)")
+  tie_word_embeddings: bool = key(False, "True: the embedding is also the output head")
+  max_position_embeddings: Annotated[int, Range(1, INT32)] = required(
+    "largest number of tokens of a prompt and its response together"
+  )
+  query_pre_attn_scalar: NonNegativeInt = key(0, "d in the scores q kᵀ / √d; 0: head_dim")
+  attn_logit_softcapping: NonNegativeFloat = key(
+    0.0, "c of the soft cap c · tanh(x / c) on attention scores x; 0: no cap"
+  )
+  final_logit_softcapping: NonNegativeFloat = key(
+    0.0, "c of the soft cap c · tanh(x / c) on logits x; 0: no cap"
+  )
+  sliding_window: NonNegativeInt = key(
+    0, "number of positions to which a local layer attends; 0: all positions"
+  )
+  sliding_window_pattern: PositiveInt = key(
+    1, "n, if every n-th layer is global and all other layers are local"
+  )
   local_rope_theta: Theta = key(1e4, "rope_theta of local layers")
   rope: RopeConfig = RopeConfig()
   router: RouterConfig = RouterConfig()
@@ -108,14 +124,14 @@ class ModelConfig:
       ),
       (
         self.linear.pattern > 1 and self.sliding_window,
-        "{sliding_window}, {linear.pattern}: linear attention has no window, set the first to 0 or "
-        "the second to 1",
+        "{sliding_window}, {linear.pattern}: linear attention has no window; set the window to 0, "
+        "or the pattern to 1",
       ),
       (dense >= self.num_layers, f"model.mlp_only_layers={dense} must be below {{num_layers}}"),
       (
         by_pattern and (self.sliding_window > 0) != (self.sliding_window_pattern > 1),
-        "{sliding_window}, {sliding_window_pattern}: with a window set the pattern to 2 or more "
-        "(every n-th layer is global), without one set them to 0 and 1",
+        "{sliding_window}, {sliding_window_pattern}: a window needs a pattern of 2 or more (every "
+        "n-th layer is global), and a window of 0 needs a pattern of 1",
       ),
     ]
     if experts:
@@ -130,7 +146,7 @@ class ModelConfig:
         ),
         (
           experts % (groups := self.router.groups) or groups > max(1, experts // 2),
-          "{num_experts}, {router.groups}: groups must be of equal size, two experts or more",
+          "{num_experts}, {router.groups}: groups must have equal sizes of at least two experts",
         ),
         (
           not any(map(self.is_moe, range(self.num_layers))),
@@ -164,7 +180,7 @@ class ModelConfig:
     return Kind(moe, self.is_local(layer), rotary, linear=False)
 
   def runs(self) -> list[tuple[Kind, int]]:
-    """Returns (kind, number) of consecutive layers of one kind. Each run of layers is one scan."""
+    """Returns (kind, number of layers) of each run: consecutive layers of one kind, one scan."""
     runs: list[tuple[Kind, int]] = []
     for layer in range(self.num_layers):
       kind = self.kind(layer)
@@ -176,7 +192,10 @@ class ModelConfig:
 
 
 def from_json(values: Mapping[str, Any]) -> ModelConfig:
-  """Builds a model's configuration from a run's config.json. Absent keys have defaults."""
+  """Builds a model's configuration from a run's config.json.
+
+  Keys absent from the file have their defaults.
+  """
   kinds = ranges.kinds(ModelConfig)
 
   def convert(name: str, value: Any) -> Any:
@@ -189,31 +208,39 @@ def from_json(values: Mapping[str, Any]) -> ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ComputeConfig:
-  """Precision and formulations; none of them changes a result beyond round-off."""
+  """Precision and implementations of the model. They change results by round-off alone."""
 
-  dtype: Literal["float32", "bfloat16"] = key("float32", "dtype of activations and matmul inputs")
+  dtype: Literal["float32", "bfloat16"] = key(
+    "float32", "dtype of activations and of inputs of matrix products"
+  )
   attention: Literal["auto", "plain", "blockwise", "splash", "cudnn"] = key(
-    "auto", "auto: by length and platform"
+    "auto", "implementation of attention; auto: chosen by length and platform"
   )
   experts: Literal["auto", "blocks", "batched", "ragged", "megablox", "triton"] = key(
-    "auto", "auto: by platform and load"
+    "auto",
+    "implementation of the experts' matrix products; auto: chosen by platform and mean number of "
+    "tokens per expert",
   )
-  expert_chunk: NonNegativeInt = key(0, "tokens per device sent to experts together; 0: all")
+  expert_chunk: NonNegativeInt = key(
+    0, "number of tokens per device that are sent to the experts at once; 0: all"
+  )
   remat: Literal["none", "full", "attention", "dots", "both", "auto"] = key(
     "none",
-    "rematerialisation of a layer's activations in the backward pass (models/remat.py); auto: by "
-    "memory",
+    "choice of the activations of a layer that the backward pass recomputes "
+    "(models/remat.py); auto: chosen by the devices' memory",
   )
-  logits_chunk: NonNegativeInt = key(0, "positions with logits in memory at once; 0: all")
+  logits_chunk: NonNegativeInt = key(
+    0, "number of positions whose logits are in memory at once; 0: all"
+  )
   prefetch: bool = key(
     False,
-    "True: gather experts' weights during the previous layer, and keep the gathered weights of all "
-    "layers for the backward pass",
+    "True: gather the experts' weights of a layer during the previous layer, and keep the "
+    "gathered weights of all layers for the backward pass",
   )
   xla: Literal["none", "sparsecore", "fusion"] = key(
     "none",
-    "overlap of collectives with compute in updates and passes, on TPU (learner/programs.py, "
-    "docs/sharding.md)",
+    "options of XLA for overlapping collectives with compute, in updates and passes on TPU "
+    "(learner/programs.py, docs/sharding.md)",
   )
 
   def __post_init__(self):

@@ -31,11 +31,13 @@ from gspo_jax.system.text import did_you_mean
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveClipConfig:
-  """Clip ranges adapted to a target share of clipped tokens. docs/objectives.md"""
+  """Adaptation of clip ranges to a target share of clipped tokens. docs/objectives.md"""
 
-  target: FractionBelowOne = key(0.0, "share of clipped tokens; 0: fixed ranges")
+  target: FractionBelowOne = key(0.0, "target share of clipped tokens; 0: clip ranges are fixed")
   gain: PositiveFloat = key(
-    1.0, "change of the log range per iteration, per unit of (clipped share - target)"
+    1.0,
+    "change per iteration of the log of the clip ranges, divided by (share of clipped tokens - "
+    "target)",
   )
 
 
@@ -50,58 +52,70 @@ CORRECTIONS = dict(truncated=O.truncated_weight, masked=O.masked_weight)
 
 @dataclasses.dataclass(frozen=True)
 class CorrectionConfig:
-  """Importance weights π_old / π_sampler, against the mismatch of trainer and sampler. If unset,
-  `level` is that of the loss's ratio, and bounds are the defaults of `objectives`."""
+  """Importance weights π_old / π_sampler, against the mismatch of trainer and sampler. An unset
+  `level` depends on the loss. Unset bounds are `cap` 2, `low` 0.5, `high` 5. docs/objectives.md"""
 
   name: Literal["none", "truncated", "masked"] = key(
-    "none", "truncated: weights up to cap (TIS) | masked: 0 outside low and high (MIS, IcePop)"
+    "none",
+    "none: no weights | truncated: a weight above cap becomes cap (TIS) | masked: a weight below "
+    "low or above high becomes 0 (MIS, IcePop)",
   )
   level: Literal["token", "sequence", "geometric"] | None = key(
-    None, "one weight per token | per response: product of ratios | per response: geometric mean"
+    None,
+    "token: a weight for each token | sequence: a weight for each response, the product of its "
+    "tokens' ratios | geometric: a weight for each response, the geometric mean of these ratios",
   )
-  cap: PositiveFloat | None = key(None, "truncated: upper bound of weights")
-  low: NonNegativeFloat | None = key(None, "masked: smaller weights become 0")
-  high: NonNegativeFloat | None = key(None, "masked: larger weights become 0")
+  cap: PositiveFloat | None = key(None, "largest weight, if name=truncated")
+  low: NonNegativeFloat | None = key(None, "smallest weight that does not become 0, if name=masked")
+  high: NonNegativeFloat | None = key(None, "largest weight that does not become 0, if name=masked")
 
 
 @dataclasses.dataclass(frozen=True)
 @with_options  # clip_low, clip_high, kl_coef, ...
 class ObjectiveConfig:
-  """The loss and its options. Unset options have their published values, or no effect.
-  A configuration file may have other values for a loss in `objective.tuned`,
+  """The loss and its options. An unset option has its published value, or no effect if there is no
+  published value. A configuration file may have other values in `objective.tuned`, a dict
   {loss: {option: value}}. docs/objectives.md"""
 
   name: Annotated[str, LOSS_NAMES] = key("gspo", "the loss")
   old_logp: Literal["sampler", "recompute", "behaviour"] = key(
     "sampler",
-    "sampler: the sampler's log-probs (§5.4) | recompute: by a pass of the trainer, ratios "
-    "start at exactly 1 | behaviour: as sampler, and a pass measures the mismatch with the trainer",
+    "source of the old log-probs in ratios. sampler: the sampler (§5.4 of the GSPO paper) | "
+    "recompute: a pass of the trainer before the updates, so that ratios start at exactly 1 | "
+    "behaviour: the sampler; a pass of the trainer only measures the mismatch",
   )
   load_balance_coef: NonNegativeFloat = key(
     0.0,
-    "factor of the router's auxiliary loss; above 0, Adam follows this loss alone where all "
-    "advantages are 0",
+    "factor of the router's load-balancing loss. If it is above 0 and all advantages of an "
+    "update are 0, Adam follows this loss alone.",
   )
   replay: Literal["none", "R2", "R3"] = key(
-    "none", "Routing Replay: R2: experts of the pass for old log-probs | R3: experts of the sampler"
+    "none",
+    "Routing Replay, the use of recorded experts in updates. none: no replay | R2: experts of "
+    "the pass for old log-probs | R3: experts of the sampler",
   )
-  volatility: bool = key(False, "record the sampler's experts, for router/volatility/*")
+  volatility: bool = key(
+    False, "True: record the sampler's experts, for the metrics router/volatility/*"
+  )
   advantage: Annotated[str, ESTIMATOR_NAMES] | None = key(
     None,
-    "unset: with a critic, teacher or constraints the estimator for it, else the loss's published "
-    "one",
+    "estimator of advantages. If it is unset, a critic, a teacher, constraints, turns, lines or "
+    "reward_kl_coef determine the estimator. If the run has none of these, it is the estimator "
+    "of the loss's publication.",
   )
   kl_groups: Literal["all", "mixed"] = key(
-    "all", "mixed: KL penalty for groups with different scores alone"
+    "all",
+    "groups with the KL penalty. all: all groups | mixed: groups whose responses have different "
+    "scores",
   )
   reward_kl_coef: NonNegativeFloat = key(
-    0.0, "factor of a response's Σ log π_old/π_ref, subtracted from its reward"
+    0.0, "factor β of a KL penalty: β Σ_t log π_old/π_ref is subtracted from a response's reward"
   )
   correction: CorrectionConfig = CorrectionConfig()
   off_policy_threshold: PositiveFloat | None = key(
     None,
-    "mask responses with Â < 0 whose mean log π_old/π per token exceeds this, in nats; unset: no "
-    "mask",
+    "a response with Â < 0 is masked if log π_sampler/π, averaged over its tokens, exceeds this "
+    "value in nats; unset: no mask",
   )
   adaptive_clip: AdaptiveClipConfig = FIXED
 
@@ -131,19 +145,19 @@ class ObjectiveConfig:
       ),
       (
         self.adaptive_clip.target and not self.clip_range,
-        f"{{adaptive_clip.target}}: there is no clip range to adapt: {self.name} has none, or "
+        f"{{adaptive_clip.target}} has no clip range to adapt: {self.name} has none, or "
         "clip_low and clip_high are 0; set the target to 0",
       ),
       (
         self.replay == "R2" and self.old_logp == "sampler",
-        "{replay} replays the experts of the recomputation pass, and {old_logp} has no such pass: "
-        "set old_logp to recompute, or replay to R3",
+        "{replay} replays the experts of the pass for old log-probs, and {old_logp} has no such "
+        "pass: set old_logp to recompute, or replay to R3",
       ),
       (
         "weight" not in self.loss.arguments
         and (self.correction.name != "none" or self.off_policy_threshold is not None),
         "{correction.name}, {off_policy_threshold}: {name} has no argument weight, an array [B] or "
-        "[B, T] that multiplies its objective; add it, or leave these unset",
+        "[B, T] that multiplies its objective; add this argument, or leave these keys unset",
       ),
     ]
     ranges.refuse(self, "objective", wrong)
@@ -184,7 +198,10 @@ class ObjectiveConfig:
 
   @property
   def advantage_kind(self) -> str:
-    """Name of the estimator from a group's rewards: `advantage` if it is one, else the loss's."""
+    """Name of the estimator of advantages from a group's rewards.
+
+    This is `advantage` if the key names such an estimator, else that of the loss's publication.
+    """
     named = find_estimator(self.advantage) if self.advantage else None
     return named.name if named is not None and named.of_group else self.loss.advantage
 
@@ -224,9 +241,10 @@ class ObjectiveConfig:
 
   @property
   def static(self) -> "ObjectiveConfig":
-    """The section with 1 for each of `hyperparameters`.
+    """The section with each of `hyperparameters` set to 1.
 
-    Compiled programs have it as a constant. `dual_clip` becomes 2, since it must be above 1.
+    Compiled programs have this section as a constant. `dual_clip` becomes 2, since it must be above
+    1.
     """
     ones = dict.fromkeys(self.hyperparameters(), 1.0)
     ones.pop("clip_range", None)
@@ -235,7 +253,7 @@ class ObjectiveConfig:
     weights = {k: ones.pop(k) for k in ("cap", "low", "high") if k in ones}
     correction = dataclasses.replace(self.correction, **weights)
     # The update program takes adapted clip ranges and finished advantages. So `adaptive_clip` and
-    # `reward_kl_coef` do not change it.
+    # `reward_kl_coef` do not change the program.
     fixed = dict(adaptive_clip=FIXED, reward_kl_coef=0.0)
     return dataclasses.replace(self, **ones, correction=correction, **fixed)
 

@@ -18,10 +18,10 @@ from gspo_jax.settings.run import RunConfig
 HEAD = """\
 # Keys of a configuration
 
-Every key with its default, its range and its meaning. A file in `configs/` changes defaults, and
-`--config.KEY=VALUE` sets a key ([configuration](running.md#configuration)). This page is generated
-from the declarations in `gspo_jax/settings/`:
-`python -m gspo_jax.settings.page > docs/keys.md`.
+Every key with its default, its range and its meaning. In a meaning, "0: none" explains the value 0,
+and "|" separates alternatives. A file in `configs/` changes defaults, and `--config.KEY=VALUE`
+sets a key ([configuration](running.md#configuration)). This page is generated from the declarations
+in `gspo_jax/settings/`: `python -m gspo_jax.settings.page > docs/keys.md`.
 """
 
 

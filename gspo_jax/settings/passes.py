@@ -27,7 +27,7 @@ class Pass:
 def iteration_passes(c: RunConfig) -> tuple[Pass, ...]:
   """Returns the passes of an iteration, in their order."""
   passes = []
-  # If neither pass runs, the old log-probs are the sampler's.
+  # Old log-probs are the sampler's, unless "recompute" replaces them.
   if c.objective.old_logp == "recompute":
     passes.append(Pass("old_policy", ("policy",), ("old_logp_BT", "old_experts_BTlk")))
   if c.objective.old_logp == "behaviour":
@@ -51,11 +51,11 @@ def describe_old_policy(c: RunConfig) -> str:
   """
   if not (c.rl.lag or c.rl.partial) or not c.samples or c.objective.loss.recorded:
     return ""
-  older = f"up to {c.rl.lag} iterations older" if c.rl.lag else "older for carried-over tokens"
-  policy, note, correction = f"the sampling weights, {older}", "", c.objective.correction.name
+  age = f"up to {c.rl.lag} iterations old" if c.rl.lag else "older for carried-over tokens"
+  policy, note = f"the sampling weights, which are {age}", ""
   if c.objective.old_logp == "recompute":
     policy = f"the policy before an iteration's updates, not {policy}"
-    note = f"; the difference between these is left to objective.correction.name={correction}"
+    note = f"; their difference is left to objective.correction.name={c.objective.correction.name}"
   return f"objective.old_logp={c.objective.old_logp}: the old policy of ratios is {policy}{note}"
 
 

@@ -1,5 +1,7 @@
 """Declarations of a configuration's keys: type, range, default and meaning.
 
+A section is a frozen dataclass, with one declaration for each key. For example:
+
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
   slots: NonNegativeInt = key(0, "responses decoded at once; 0: all of a batch")
@@ -45,7 +47,7 @@ def required(meaning: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-  """Numbers from `low` to `high`, without `excluded`. `also` is one more permitted number.
+  """Numbers from `low` to `high`, except those in `excluded`. The number `also` is permitted too.
 
   A float must be in the range before and after rounding to float32, its dtype on devices. A number
   between -TINY and TINY must be 0. `reason` is added to error messages.
@@ -89,7 +91,7 @@ class Name:
     )
 
 
-# Counts above a million are taken for typing errors, unless their key has a larger Range.
+# A count above a million is probably a typing error. Keys for larger counts have their own Range.
 PositiveInt = Annotated[int, Range(1, 1_000_000)]
 NonNegativeInt = Annotated[int, Range(0, 1_000_000)]
 PositiveFloat = Annotated[float, Range(0, 1e6, excluded=(0,))]
@@ -151,7 +153,7 @@ def refuse(section: Any, path: str, wrong: Iterable[tuple[Any, str]]) -> None:
 
 
 def fill(section: Any, path: str, message: str, /, **others: tuple[str, Any]) -> str:
-  """Fills a message: {key} becomes `path.key=value`, {key:} the value.
+  """Fills a message: {key} becomes `path.key=value`, and {key:} becomes the value.
 
   Args:
     section: object of the keys.
@@ -219,7 +221,7 @@ def kinds(section: type) -> dict[str, Any]:
 
 
 def plain(kind: Any) -> type:
-  """Returns the Python type of values. It is str for a Literal, and X for `X | None`."""
+  """Returns the Python type of a key's values: str for a Literal, and X for `X | None`."""
   origin, arguments = typing.get_origin(kind), typing.get_args(kind)
   if _optional(origin) or origin is Annotated:
     return plain(arguments[0])

@@ -15,7 +15,7 @@ from gspo_jax.settings.run import RunConfig
 
 FLOAT_MAX = sys.float_info.max
 
-# Keys of this package by their names in TRL (GRPOConfig) and verl, for error messages.
+# Names of keys in TRL (GRPOConfig) and verl, with this package's keys, for error messages.
 OTHER_NAMES = dict(
   adv_estimator="objective.advantage",
   batch_size="rl.prompts",
@@ -137,10 +137,12 @@ def kind_of(key: str) -> Any:
 def unknown_key_message(path: str, key: str, keys: Iterable[str]) -> str:
   """Returns the error message for an unknown key, with suggestions.
 
-  If TRL or verl has a key of this name, the message suggests the nearest key here. Else it suggests
-  a similar key or section within `path`, or keys of this name in other sections. A dotted `key`
-  has an unknown section: keys of this name are suggested first at the top level, and not at all
-  within a section.
+  If TRL or verl has a key of this name, the message suggests the corresponding key of this package.
+  Otherwise it suggests a key or section of `path` with a similar name. If there is none, it
+  suggests keys of this name in other sections.
+
+  If `key` is dotted, its section is unknown. At the top level, the message then prefers keys of
+  this name to sections with a similar name. Within a section, it suggests no other section's keys.
 
   Args:
     path: path of the key's section, with a dot at the end; "" for the top level.
@@ -201,7 +203,7 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
     return None if value is None else _convert(arguments[0], value, key)
   plain = ranges.plain(kind)
   accepted = {dict: Mapping, tuple: (tuple, list), float: (int, float)}.get(plain, plain)
-  # Python's True is an int; a number is expected, not a bool.
+  # In Python a bool is an int, so bools are excluded explicitly.
   if not isinstance(value, accepted) or (isinstance(value, bool) and plain is not bool):
     raise ValueError(f"{key}={value!r} must be {ranges.describe(kind)}")
   if kind is dict:  # Any JSON object.

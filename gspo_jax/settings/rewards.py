@@ -18,7 +18,7 @@ from gspo_jax.settings.ranges import (
 )
 from gspo_jax.verifiers.programs import ISOLATIONS
 
-VERIFIERS = {  # Imported if a configuration names them.
+VERIFIERS = {  # Modules, imported if a configuration names them.
   "arithmetic": "gspo_jax.tasks.arithmetic",  # Embedded task of sums.
   "recurrence": "gspo_jax.tasks.recurrence",  # Embedded task of long responses.
   "math": "gspo_jax.verifiers.math_answer",  # SymPy in worker processes.
@@ -27,7 +27,7 @@ VERIFIERS = {  # Imported if a configuration names them.
 }
 
 
-# Largest absolute value of rewards: squares of differences are finite in float32.
+# Largest absolute value of a reward, so that squares of differences are finite in float32.
 LARGEST_REWARD = 1e15
 
 
@@ -38,37 +38,65 @@ TimeLimit = Annotated[float, Range(0.01, 86_400)]
 class RewardConfig:
   """The verifier or reward function, and additions to its reward. docs/rewards.md"""
 
-  name: Annotated[str, Name((*VERIFIERS,))] = key("arithmetic", "verifier of responses")
+  name: Annotated[str, Name((*VERIFIERS,))] = key(
+    "arithmetic", "verifier of responses, or your own reward function"
+  )
   right_from: Annotated[float, Range(-LARGEST_REWARD, LARGEST_REWARD)] | None = key(
-    None, "smallest reward of a right response; unset: 1, or above 0 with an environment"
+    None,
+    "smallest reward of a right response. If it is unset, a response is right from a reward of 1 "
+    "on, and a conversation is right if its environment's metric `correct` is at least 1. "
+    "Without this metric, a conversation is right if its rewards sum to more than 0.",
   )
-  workers: Workers = key(0, "verifying processes; math and code need at least 1")
+  workers: Workers = key(
+    0,
+    "number of verifier processes. The verifiers math and code, and your own functions, need at "
+    "least 1.",
+  )
   time_limit_s: TimeLimit = key(
-    1.0, "time limit per answer, without queueing; code: CPU time per test"
+    1.0,
+    "time limit of one answer in seconds, without waiting in the queue. The verifier code limits "
+    "the CPU time of each test instead.",
   )
-  memory_mb: Annotated[int, Range(64, 1_048_576)] = key(1024, "code: address space of a test")
+  memory_mb: Annotated[int, Range(64, 1_048_576)] = key(
+    1024, "largest address space of a program under test, in MiB, for the verifier code"
+  )
   tolerance: Fraction = key(
-    1e-6, "code: error of a decimal in an expected output, absolute or relative; 0: exact"
+    1e-6,
+    "largest error, absolute or relative, of a decimal in a program's output, for the verifier "
+    "code; 0: exact",
   )
   isolation: Literal[ISOLATIONS] = key(
-    "auto", "sandbox of code; none: programs have the user's rights"
+    "auto",
+    "sandbox of programs, for the verifier code. auto: as namespaces | namespaces: Linux "
+    "namespaces | none: programs have the rights of the user",
   )
-  format: Literal["none", "think", "think_answer"] = key("none", "required tags of a response")
-  format_weight: NonNegativeFloat = key(0.0, "reward for a response with these tags")
+  format: Literal["none", "think", "think_answer"] = key("none", "tags that a response should have")
+  format_weight: NonNegativeFloat = key(0.0, "reward for a response with the tags of reward.format")
   overlong_weight: NonNegativeFloat = key(
-    0.0, "penalty of responses of overlong_max tokens; DAPO: 1"
+    0.0, "penalty of a response with overlong_max or more tokens. DAPO has 1."
   )
-  overlong_max: NonNegativeInt = key(0, "tokens with the full penalty; 0: sampling.max_new_tokens")
+  overlong_max: NonNegativeInt = key(
+    0, "number of tokens from which the penalty is full; 0: sampling.max_new_tokens"
+  )
   overlong_buffer: NonNegativeInt = key(
-    0, "tokens below overlong_max, over which the penalty grows from 0"
+    0, "number of tokens below overlong_max over which the penalty grows from 0 to overlong_weight"
   )
-  false_positive: Fraction = key(0.0, "noise: share of wrong responses rewarded as right")
-  false_negative: Fraction = key(0.0, "noise: share of right responses rewarded as wrong")
-  partial: Fraction = key(0.0, "recurrence: part of the reward given by the share of right lines")
+  false_positive: Fraction = key(
+    0.0, "artificial noise: share of wrong responses that are rewarded as right"
+  )
+  false_negative: Fraction = key(
+    0.0, "artificial noise: share of right responses that are rewarded as wrong"
+  )
+  partial: Fraction = key(
+    0.0,
+    "weight p of the share of right lines in a reward, for the verifier recurrence. The verdict "
+    "on the last line has the weight 1 - p.",
+  )
   per_line: bool = key(
     False,
-    "recurrence: True: a reward, and noise, for each line; right lines share `partial` of the "
-    "reward, or all of it if partial is 0",
+    "True: each line of a response has its own reward and its own noise, for the verifier "
+    "recurrence. Let p be reward.partial, or 1 if that key is 0. If n lines are expected, a "
+    "right line has the reward p / n. The last line of a right response has 1 - p more.",
   )
 
   def __post_init__(self):
@@ -103,9 +131,10 @@ class RewardConfig:
     )
 
 
-# Signals that need no verifier. "length" is the response's number of tokens. "overlong" is the
-# response's position in the overlong buffer, from 0 to 1. Any other signal is 1 if the response is
-# truncated, or has the required format, the text or the token; else 0.
+# Signals that need no verifier. "length" is the number of a response's tokens. "overlong" is 0
+# before the overlong buffer, and rises to 1 over the buffer's tokens. "truncated" is 1 for a
+# truncated response. "format", "text" and "token" are 1 for a response that contains the tags, the
+# text or the token.
 RESPONSE_SIGNALS = ("length", "truncated", "overlong", "format", "text", "token")
 
 
@@ -117,35 +146,50 @@ Number = Annotated[float, Range(-1e6, 1e6)]
 
 @dataclasses.dataclass(frozen=True)
 class RewardSignal:
-  """A further reward; its metric is constraint/<name>/reward."""
+  """A reward beside that of section `reward`. Its metric is constraint/<name>/reward."""
 
-  signal: Annotated[str, SIGNALS] = key("", "source of the number")
-  text: str = key("", "signal=text: 1 for a response with this text")
-  token: Annotated[int, Range(0, INT32)] = key(
-    0, "signal=token: 1 for a response with this token id"
+  signal: Annotated[str, SIGNALS] = key(
+    "", "source of a number for each response: a property such as length, or a verifier"
   )
-  weight: Number = key(0.0, "weight of the number, standardised in its group; 0: unused")
+  text: str = key(
+    "", "text to look for, if signal=text. The number is 1 for a response that contains it, else 0."
+  )
+  token: Annotated[int, Range(0, INT32)] = key(
+    0,
+    "token id to look for, if signal=token. The number is 1 for a response that contains it, "
+    "else 0.",
+  )
+  weight: Number = key(
+    0.0, "weight of the number, after standardisation within its group; 0: unused"
+  )
 
 
 @dataclasses.dataclass(frozen=True)
 class CostSignal:
-  """A cost with a limit for its mean; its metrics are constraint/<name>/..."""
+  """A cost whose mean has a limit. Its metrics are constraint/<name>/..."""
 
   signal: Annotated[str, SIGNALS] = key("", "as constraints.rewards.NAME.signal")
   text: str = key("", "as constraints.rewards.NAME.text")
   token: Annotated[int, Range(0, INT32)] = key(0, "as constraints.rewards.NAME.token")
-  bound: Literal["", "at_most", "at_least"] = key("", '"": unused')
-  limit: Number = key(0.0, "bound of an iteration's mean, in the signal's units")
-  initial: NonNegativeFloat = key(0.0, "initial multiplier")
+  bound: Literal["", "at_most", "at_least"] = key(
+    "",
+    'at_most: the limit is an upper bound | at_least: the limit is a lower bound | "": the cost '
+    "is unused",
+  )
+  limit: Number = key(
+    0.0, "bound of the mean over an iteration's responses, in the unit of the signal"
+  )
+  initial: NonNegativeFloat = key(0.0, "multiplier in the first iteration")
   rate: NonNegativeFloat = key(
     0.2,
-    "change of the multiplier in an iteration with a mean one standard deviation beyond the limit; "
-    "0: fixed",
+    "change of the multiplier's integral term in an iteration whose mean violates the limit by "
+    "one standard deviation (within groups) or more. A smaller violation changes this term in "
+    "proportion. 0: the term is fixed.",
   )
   gain: NonNegativeFloat = key(
     2.0,
-    "proportional term of the multiplier, per standard deviation beyond the limit, against "
-    "overshooting; 0: dual ascent alone",
+    "proportional term of the multiplier, at a violation of one standard deviation or more. This "
+    "term prevents overshooting. 0: no such term.",
   )
   most: PositiveFloat = key(10.0, "largest multiplier")
 
@@ -156,12 +200,14 @@ class CostSignal:
 
 @dataclasses.dataclass(frozen=True)
 class ConstraintConfig:
-  """Further rewards, and costs with limits, by names of the user. docs/objectives.md"""
+  """Further rewards, and costs with limits. You choose their names. docs/objectives.md"""
 
   reward_weight: NonNegativeFloat = key(
-    1.0, "weight of the reward of section reward, standardised in its group"
+    1.0, "weight of the reward of section reward, after standardisation within its group"
   )
-  rewards: dict[str, RewardSignal] = key(dict(extra=RewardSignal()), "further rewards, by name")
+  rewards: dict[str, RewardSignal] = key(
+    dict(extra=RewardSignal()), "sections of further rewards, by name"
+  )
   costs: dict[str, CostSignal] = key(
     dict(
       length=CostSignal("length"),
@@ -169,7 +215,7 @@ class ConstraintConfig:
       text=CostSignal("text"),
       other=CostSignal(),
     ),
-    "costs, by name",
+    "sections of costs, by name",
   )
 
   def __post_init__(self):
@@ -190,12 +236,12 @@ class ConstraintConfig:
         ),
         (
           (entry.signal == "text") != bool(entry.text),
-          "{text}, {signal}: signal='text' looks for the text, and no other signal does; set both "
-          "or neither",
+          "{text}, {signal}: signal='text' needs a text, and other signals have none; set both or "
+          "neither",
         ),
         (
           entry.signal != "token" and entry.token,
-          "{token}, {signal}: set token to 0, or signal to token",
+          "{token} has no effect, since {signal}; set token to 0, or signal to token",
         ),
         (is_cost and entry.initial > entry.most, "{initial} must be at most {most}"),
       ]
@@ -209,13 +255,13 @@ class ConstraintConfig:
       ),
       (
         self.enabled and not (self.reward_weight or self.active_rewards),
-        "{reward_weight}: all rewards have weight 0; set this weight, or that of a further reward",
+        "{reward_weight}: all rewards have weight 0; change this weight, or a further reward's",
       ),
     ]
     ranges.refuse(self, "constraints", wrong)
 
   def entries(self) -> list[tuple[str, str, RewardSignal | CostSignal]]:
-    """Returns section, name and signal of all entries, unused ones too."""
+    """Returns section, name and signal of every entry, used or not."""
     rewards = [("rewards", name, signal) for name, signal in self.rewards.items()]
     return rewards + [("costs", name, signal) for name, signal in self.costs.items()]
 
@@ -258,7 +304,10 @@ def _active(signal: RewardSignal | CostSignal) -> bool:
 
 
 def verifier_config(reward: RewardConfig, name: str) -> RewardConfig:
-  """Returns the section `reward` with another verifier. Additions to rewards and noise are off."""
+  """Returns the section `reward` for another verifier.
+
+  The result has no noise, and no rewards for format, length or lines.
+  """
   plain = dict(format_weight=0.0, overlong_weight=0.0, false_positive=0.0, false_negative=0.0)
   partial = reward.partial if name == reward.name else 0.0
   return dataclasses.replace(reward, name=name, partial=partial, per_line=False, **plain)

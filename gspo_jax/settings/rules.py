@@ -1,7 +1,7 @@
 """Rules between the keys of a configuration: invalid settings, unused keys, and warnings.
 
-A rule is a row: message, condition, and the evidence that users need it. In a message {rl.prompts}
-stands for `rl.prompts=64`, and {rl.rows:} for the value alone.
+A rule is a row with a message, a condition, and evidence that users need the rule. In a message,
+{rl.prompts} becomes `rl.prompts=64`, and {rl.rows:} becomes the value alone.
 """
 
 import dataclasses
@@ -41,16 +41,17 @@ class DataFacts:
   """Facts about data and machine, for rules of INVALID_DATA and DATA_WARNINGS."""
 
   prompts: int = 0  # Number of prompts of data.train; 0 if the job does not read data.train.
-  recorded: int = 0  # Groups of recorded responses, for job=offline.
-  demonstrations: int = 0  # Demonstrations of the cold start; 0 without a cold start.
-  # Share of gold answers that fit into a response, by the key of their data, e.g. data.train.
+  recorded: int = 0  # Number of groups of recorded responses, for job=offline.
+  demonstrations: int = 0  # Number of demonstrations of the cold start; 0 without a cold start.
+  # Share of gold answers that fit into a response, by key of the data (data.train, ...).
   answers: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  # Most frequent gold answer, if it is a word, by the key of the data.
+  # Most frequent gold answer with its share ("none: 40%"), by key of the data. Keys of data whose
+  # most frequent answer is not a word are absent.
   words: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  format_tokens: int = 0  # Tokens of the tags of reward.format.
+  format_tokens: int = 0  # Number of tokens of the tags of reward.format.
   shared: str = ""  # Counts of held-out problems in training data, as text; "" if there are none.
-  memory_mb: int = 2**30  # Memory of this machine.
-  processes: int = 1  # Processes of JAX.
+  memory_mb: int = 2**30  # Memory of this machine in MiB.
+  processes: int = 1  # Number of JAX processes.
   has_tokenizer: bool = False  # Whether the weights include a tokenizer.
 
 
@@ -63,7 +64,7 @@ class Rule(NamedTuple):
 
 
 class EntryRule(NamedTuple):
-  """Rule for each entry of a mapping. {x.limit} is the field of an entry, {path:} its path."""
+  """Rule for each entry of a mapping. {x.limit} is a field of the entry, and {path:} its key."""
 
   message: str
   entries: Callable[[RunConfig], Mapping[str, Any]]
@@ -72,7 +73,7 @@ class EntryRule(NamedTuple):
 
 
 class DataRule(NamedTuple):
-  """Rule that depends on data or machine. In the message, {facts.prompts:} is a fact's value."""
+  """Rule about data or machine. In the message, {facts.prompts:} is the value of a fact."""
 
   message: str
   wrong: Callable[[RunConfig, DataFacts], bool]
@@ -80,7 +81,7 @@ class DataRule(NamedTuple):
 
 
 class Unused(NamedTuple):
-  """Keys that must have their defaults while `off` is true: they are ignored or forbidden then."""
+  """Keys that must have their defaults if `off` is true, since they are ignored or forbidden."""
 
   keys: str  # Keys separated by spaces. A section means all of its keys.
   message: str  # The error is `KEY=VALUE message; remedy`.
@@ -202,7 +203,7 @@ def _is_one_segment(c: RunConfig) -> bool:
 
 
 # fmt: off
-# shown_by begins with a test, CHANGELOG, a page or a benchmark, or names an issue elsewhere.
+# `shown_by` begins with a test, CHANGELOG, a page or a benchmark, or names another project's issue.
 UNUSED = (
   Unused("lora", "has no effect, since {lora.rank}", lambda c: not c.lora.rank, "test_rules"),
   Unused("critic critic_optimizer", "has no effect, since {critic.name}",
@@ -211,8 +212,8 @@ UNUSED = (
     lambda c: c.critic.name == "model", "CHANGELOG: options of a critic did nothing"),
   Unused("distillation", "has no effect without a teacher (distillation.teacher)",
     lambda c: not c.distillation.enabled, "test_distillation"),
-  Unused("profile.iteration", "is no iteration: {job} has none", lambda c: not c.has_iterations,
-    "docs/running.md: a run that ends without its profile"),
+  Unused("profile.iteration", "has no effect: {job} has no iterations",
+    lambda c: not c.has_iterations, "docs/running.md: a run that ends without its profile"),
   Unused("profile.stage profile.steps", "has no effect, since {profile.iteration}",
     lambda c: not c.profile.iteration, "docs/running.md: a run that ends without its profile"),
   Unused("profile.steps", "has no effect, since {profile.stage} traces the whole iteration",
@@ -226,8 +227,8 @@ UNUSED = (
     "data.query_set.extra_rounds distillation.teacher",
     "cannot be used with {job}: recorded responses are single turns with one reward, without "
     "log-probs, experts or versions of a sampler", lambda c: c.job == "offline", "test_offline"),
-  Unused("rl.max_age", "has no effect: no responses are carried over", lambda c: not c.rl.partial,
-    "test_partial_rollouts"),
+  Unused("rl.max_age", "has no effect: responses are carried over only if rl.extra_prompts or "
+    "rl.token_budget is set", lambda c: not c.rl.partial, "test_partial_rollouts"),
   Unused("schedule", "has no effect with {job}, only with RL", lambda c: "rl" not in c.job,
     "test_schedules"),
   Unused("checkpoint.best_is", "has no effect, since {checkpoint.best}",
@@ -238,7 +239,7 @@ UNUSED = (
     "reward.partial reward.per_line", "has no effect, since {environment.name} gives the rewards",
     lambda c: bool(c.environment.name), "test_rules: an overlong punishment of conversations"),
   Unused("environment.max_turns environment.workers environment.token_cost environment.call_cost "
-    "environment.charge", "has no effect without an environment: {environment.name}",
+    "environment.charge", "has no effect without an environment ({environment.name})",
     lambda c: not c.environment.name, "CHANGELOG: max_turns did nothing"),
   Unused("environment.charge", "has no effect without environment.token_cost or call_cost",
     lambda c: not c.environment.costs, "test_costs"),
@@ -274,10 +275,11 @@ INVALID: tuple[Rule | EntryRule, ...] = (
     lambda c: c.sft.batch % c.sft.microbatches != 0, "test_main: a reshape fails"),
   EntryRule("{x} exceed {model.max_position_embeddings}; lower a length", _lengths,
     lambda c, length: length > c.model.max_position_embeddings, "test_main"),
-  Rule("{sampling.top_k}, {eval.top_k}: one is more than {model.vocab_size}; 0 keeps all tokens",
+  Rule("{sampling.top_k}, {eval.top_k}: one of these is more than {model.vocab_size}; 0 means all",
     lambda c: max(c.sampling.top_k, c.eval.top_k) > c.model.vocab_size, "test_truncated_sampling"),
-  Rule("{rl.packed} saves time by skipping empty micro-batches; set rl.microbatches above 1, or "
-    "packed to False", lambda c: c.rl.packed and c.rl.microbatches == 1, "test_packing"),
+  Rule("{rl.packed} skips empty micro-batches, and a single micro-batch is never empty; set "
+    "rl.microbatches above 1, or packed to False",
+    lambda c: c.rl.packed and c.rl.microbatches == 1, "test_packing"),
   # Jobs.
   Rule("{sft.steps}: {job} begins with a cold start; set sft.steps above 0, or set job=rl",
     lambda c: "sft" in c.job and not c.sft.steps, "test_sft: RL of random weights"),
@@ -322,8 +324,8 @@ INVALID: tuple[Rule | EntryRule, ...] = (
     lambda c: (c.objective.name == "spo") != (c.objective.advantage_kind == "soft"),
     "test_offline"),
   Rule("{objective.correction.cap}, {objective.correction.low}, {objective.correction.high}: these "
-    "bounds exclude 1, the weight of a sampler equal to the trainer; set cap and high to at least "
-    "1, and low to at most 1",
+    "bounds exclude 1, the weight if sampler and trainer agree; set cap and high to at least 1, "
+    "and low to at most 1",
     lambda c: (c.objective.correction.cap or 1) < 1 or (c.objective.correction.low or 0) > 1
     or (c.objective.correction.high or 1) < 1, "CHANGELOG: no response left"),
   Rule("{job}: {objective.name} cannot learn from recorded responses; losses for them: " + RECORDED,
@@ -332,7 +334,7 @@ INVALID: tuple[Rule | EntryRule, ...] = (
     "recorded responses' sampler are unknown; set old_logp to recompute, replay to none or R2",
     lambda c: c.job == "offline"
     and (c.objective.old_logp != "recompute" or c.objective.replay == "R3"), "test_offline"),
-  Rule("{offline.fresh} of {rl.prompts} rounds to none or all of them; change it, or set it to 0",
+  Rule("{offline.fresh} of {rl.prompts} is rounded to none or all of them; set another share, or 0",
     lambda c: c.offline.fresh > 0 and round(c.offline.fresh * c.rl.prompts) in (0, c.rl.prompts),
     "test_offline"),
   # Schedules.
@@ -340,14 +342,14 @@ INVALID: tuple[Rule | EntryRule, ...] = (
     "raise max_new_tokens, or lower the last stage",
     lambda c: c.schedule.longest > c.sampling.max_new_tokens, "test_schedules"),
   Rule("{schedule.new_tokens}: the overlong punishment is largest at each stage's limit, and "
-    "{reward.overlong_buffer} exceeds the lowest limit, {schedule.shortest:}; lower it",
+    "{reward.overlong_buffer} exceeds the lowest limit, {schedule.shortest:}; lower the buffer",
     lambda c: c.reward.overlong_weight > 0 and c.overlong_at_limit
     and 0 < c.schedule.shortest < c.reward.overlong_buffer, "test_composition"),
   Rule("{schedule.group_size_min}: advantages compare responses of a group; set it to at least 2, "
     "and at most {rl.group_size}", lambda c: c.schedule.group_size_min > c.rl.group_size
     or (c.schedule.group_size_min == 1 and c.needs_group), "test_left_out: groups of one"),
-  Rule("{schedule.group_size_min}, {rl.extra_prompts}: extra prompts would fill slots of smaller "
-    "groups at once, and be trained on iterations later; set one of them to 0",
+  Rule("{schedule.group_size_min}, {rl.extra_prompts}: extra prompts would fill the slots that "
+    "small groups leave free, and be trained on iterations later; set one of these keys to 0",
     lambda c: c.schedule.group_size_min > 0 and c.rl.extra_prompts > 0, "test_schedules"),
   # Signals of `constraints`.
   EntryRule("{x.signal} needs a buffer: {reward.overlong_buffer} must lie between 1 and "
@@ -358,8 +360,8 @@ INVALID: tuple[Rule | EntryRule, ...] = (
     lambda c, x: x.signal == "overlong" and bool(c.schedule.new_tokens), "test_multipliers"),
   EntryRule("{x.signal} needs reward.format=think or think_answer", _active,
     lambda c, x: x.signal == "format" and c.reward.format == "none", "test_multipliers"),
-  EntryRule("{x.limit}, {x.bound}: {x.signal} always satisfies this limit, or never; set it "
-    "inside the signal's range", _active, _is_vacuous, "test_multipliers"),
+  EntryRule("{x.limit}, {x.bound}: {x.signal} always satisfies this limit, or never; set the "
+    "limit inside the signal's range", _active, _is_vacuous, "test_multipliers"),
   EntryRule("{x.token} must be below {model.vocab_size}", _active,
     lambda c, x: x.signal == "token" and x.token >= c.model.vocab_size, "test_multipliers"),
   EntryRule("{x.signal} runs in worker processes: {reward.workers} must be at least 1", _active,
@@ -395,8 +397,8 @@ INVALID_RL: tuple[Rule | EntryRule, ...] = (  # For jobs with RL or recorded res
     "learned after the first update of an iteration; leave them unset",
     lambda c: _clip_ranges(c) == (0, 0), "CHANGELOG: one update of four"),
   Rule("{objective.kl}, {objective.kl_coef}: the gradient of k1 in the loss has an expected value "
-    "of 0 on policy, and a wrong direction off policy; set kl to k2 or k3_weighted, or take "
-    "objective.reward_kl_coef instead, with k1 in the reward",
+    "of 0 on policy, and a wrong direction off policy; set kl to k2 or k3_weighted, or "
+    "instead of kl_coef set objective.reward_kl_coef, for k1 in the reward",
     lambda c: c.objective.kl == "k1" and bool(c.objective.kl_coef), "CHANGELOG: k1 as a loss"),
   # Constraints.
   Rule("distillation.reward_weight=0 leaves constraints and costs without effect; set it above 0, "
@@ -418,14 +420,15 @@ WARNINGS: tuple[Rule | EntryRule, ...] = (
     "pretrained weights", lambda c: c.weights == "random"
     and c.job in ("rl", "offline", "eval"), "test_rehearse: rewards of 0"),
   Rule("{reward.name}: demonstrations of arithmetic show their work before the answer, and this "
-    "verifier does not skip it; set reward.name=arithmetic", lambda c: "sft" in c.job
+    "verifier does not skip the work; set reward.name=arithmetic", lambda c: "sft" in c.job
     and not c.environment.name and c.reward.name in ("math", "string")
     and "arithmetic" in tasks(c.data.train), "CHANGELOG: rewards of 0"),
   EntryRule("{x.warmup_steps}: the learning rate still rises at the last update",
     _optimizers, lambda c, x: x.warmup_steps not in (0, 10) and x.warmup_steps >= _updates(c, x),
     "CHANGELOG: a long run's file, shortened"),
-  EntryRule("{x.learning_rate}: Adam changes each weight by about this much", _optimizers,
-    lambda c, x: not 1e-9 <= x.learning_rate <= 0.1, "CHANGELOG: a sign of an exponent forgotten"),
+  EntryRule("{x.learning_rate}: each update of Adam changes each weight by about this much",
+    _optimizers, lambda c, x: not 1e-9 <= x.learning_rate <= 0.1,
+    "CHANGELOG: a sign of an exponent forgotten"),
 )
 
 WARNINGS_RL: tuple[Rule | EntryRule, ...] = (  # For jobs with RL or recorded responses.
@@ -467,11 +470,12 @@ INVALID_DATA = (
 DATA_WARNINGS = (
   DataRule("{sampling.max_new_tokens}: some answers do not fit (shares that fit: {facts.answers:})",
     lambda c, facts: 0 < facts.answers.get("data.train", 0) < 1, "CHANGELOG: rewards of 0"),
-  DataRule("the most frequent gold answer is a word ({facts.words:}): remove such rows if it is a "
-    "placeholder", lambda c, facts: bool(facts.words), "CHANGELOG: placeholders"),
-  DataRule("held-out problems are in data.train too ({facts.shared:}): accuracy on them may be "
-    "memorised; remove them from one of the two", lambda c, facts: bool(facts.shared),
-    "test_rehearse"),
+  DataRule("the most frequent gold answer is a word ({facts.words:}): if it means that the answer "
+    "is missing, as \"unknown\" does, remove such rows", lambda c, facts: bool(facts.words),
+    "CHANGELOG: placeholders"),
+  DataRule("held-out problems are in data.train too ({facts.shared:}): accuracy on these may be "
+    "memorised; remove them from data.train or from the held-out data",
+    lambda c, facts: bool(facts.shared), "test_rehearse"),
   DataRule("{rl.prompts} is more than data.train and offline.data have ({facts.prompts:} and "
     "{facts.recorded:}): an iteration repeats prompts", lambda c, facts: c.has_iterations
     and 0 < (facts.prompts or facts.recorded) < c.rl.prompts, "CHANGELOG: small files"),

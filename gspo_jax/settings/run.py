@@ -31,29 +31,40 @@ from gspo_jax.settings.training import (
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-  """Job, weights and sections. The defaults run on any machine: GSPO with the paper's
+  """Job, weights and sections of a run. The defaults run on any machine: GSPO with the paper's
   hyperparameters, a toy model and problems of addition."""
 
   job: Literal["sft+rl", "sft", "rl", "offline", "eval"] = key(
-    "rl", "sft: the cold start | offline: RL on recorded responses | eval: evaluation alone"
+    "rl",
+    "sft: the cold start | rl: RL | sft+rl: the cold start, then RL | offline: RL on recorded "
+    "responses | eval: evaluation alone",
   )
   seed: ranges.Seed = key(0, "seed of all random numbers")
-  distributed: bool = key(False, "True on several hosts: call jax.distributed.initialize")
+  distributed: bool = key(
+    False, "True: connect the processes of several hosts by jax.distributed.initialize"
+  )
   resume: Literal["same", "force"] = key(
-    "same", "same: refuse a workdir of another configuration | force: resume it"
+    "same",
+    "same: refuse a workdir whose run has another configuration | force: resume the run of the "
+    "workdir with this configuration",
   )
   on_nonfinite: Literal["stop", "skip"] = key(
-    "stop", "on NaN or infinity in an update: stop the run | skip up to seven updates in a row"
+    "stop",
+    "stop: NaN or infinity in an update stops the run | skip: up to seven such updates in a row "
+    "are skipped",
   )
-  wandb: str = key("", 'project of Weights & Biases, beside TensorBoard; "": none')
+  wandb: str = key(
+    "", 'project of Weights & Biases for metrics, in addition to TensorBoard; "": none'
+  )
   weights: str = key(
     "random",
-    "random | Hugging Face directory, local or gs://..., or repository, OWNER/NAME[@REVISION] | "
-    "run or its checkpoint. docs/running.md",
+    "random: new weights | Hugging Face directory, local or gs://... | Hugging Face repository, "
+    "OWNER/NAME[@REVISION] | run or its checkpoint. docs/running.md",
   )
   tokenizer: str = key(
     "",
-    'bytes | Hugging Face directory or repository; "": that of the weights, bytes for random ones',
+    'bytes: a token for each byte | Hugging Face directory or repository | "": the tokenizer of '
+    "the weights; random weights have bytes",
   )
   model: ModelConfig = tiny_moe(vocab_size=264)
   compute: ComputeConfig = ComputeConfig()
@@ -94,14 +105,14 @@ class RunConfig:
   def shares_prompts(self) -> bool:
     """Whether a group's rows may share their padded prompt in a pass.
 
-    Conversations may not, since environments may give the rows of a group different prompts.
+    Rows of conversations may not, since environments may give them different prompts.
     """
     grouped = self.rl.group_size > 1 and not (self.rl.packed or self.environment.name)
     return self.has_iterations and grouped
 
   @property
   def sampled_share(self) -> float:
-    """Share of prompts with sampled responses. The others have recorded responses."""
+    """Share of prompts with sampled responses. The other prompts have recorded responses."""
     return self.offline.fresh if self.job == "offline" else 1.0
 
   @property

@@ -26,22 +26,28 @@ MAX_CANDIDATES = 1024  # Maximum number of recorded candidates of a sampled toke
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
-  """Distribution of the tokens to train on, and ends of responses. docs/objectives.md"""
+  """Distribution of sampled tokens in training, and the end of a response. docs/objectives.md"""
 
-  temperature: Temperature = key(1.0, "0: greedy, refused by RL")
+  temperature: Temperature = key(1.0, "temperature of sampling; 0: greedy, which RL refuses")
   top_k: NonNegativeInt = key(
-    0, f"keep the k likeliest tokens, recorded for updates, k at most {MAX_CANDIDATES:,}; 0: all"
+    0,
+    "sample from this number of likeliest tokens; 0: from all tokens. RL records these tokens, at "
+    f"most {MAX_CANDIDATES:,}.",
   )
   top_p: ranges.PositiveFraction = key(
-    1.0, "keep the likeliest tokens up to this total probability; needs top_k; 1: all"
+    1.0,
+    "sample from the likeliest tokens up to this total probability; needs top_k; 1: from all "
+    "tokens",
   )
   min_p: ranges.FractionBelowOne = key(
-    0.0, "smallest probability relative to the likeliest token; needs top_k; 0: all"
+    0.0,
+    "smallest probability of a token, divided by that of the likeliest token; needs top_k; 0: no "
+    "bound",
   )
   max_new_tokens: PositiveInt = key(
-    10, 'largest number of tokens of a response, by default for "8991:1998" and the stop token'
+    10, 'largest number of tokens of a response. The default fits "8991:1998" and the stop token.'
   )
-  stop_strings: tuple[str, ...] = key((), "texts that end a response or a turn, like stop tokens")
+  stop_strings: tuple[str, ...] = key((), "texts that end a response or a turn, as stop tokens do")
 
   def __post_init__(self):
     ranges.check(self, "sampling")
@@ -63,23 +69,25 @@ Positions = Annotated[int, Range(0, 2**40)]
 
 @dataclasses.dataclass(frozen=True)
 class ServerConfig:
-  """Requests to the servers of engine.name=server, their weights and checks. docs/engines.md"""
+  """Servers, for engine.name=server: requests, weights and checks. docs/engines.md"""
 
   directory: str = key(
-    "", 'directory of published weights, readable by all servers; "": published/ of the workdir'
+    "", 'directory of published weights, readable by all servers; "": published/ in the workdir'
   )
-  in_flight: PositiveInt = key(256, "concurrent responses of a server")
+  in_flight: PositiveInt = key(256, "largest number of concurrent responses on a server")
   timeout_s: PositiveSeconds = key(
     3600.0,
-    "time limit of a request; set it above the time of the longest response. A server that does "
-    "not answer /health is excluded earlier",
+    "time limit of a request in seconds. Set it above the time of the longest response. A server "
+    "that does not answer /health is excluded earlier.",
   )
-  publish_s: PositiveSeconds = key(900.0, "time limit of a request with new weights or a probe")
-  wait_s: Seconds = key(300.0, "time without any usable server before the run ends")
+  publish_s: PositiveSeconds = key(
+    900.0, "time limit in seconds of a request that publishes weights or probes a server"
+  )
+  wait_s: Seconds = key(300.0, "time without any usable server before the run ends, in seconds")
   tolerance: Annotated[float, Range(0, 100)] = key(
     0.0,
-    "largest mean |difference| of log-probs between a server and the trainer, in nats; 0: 0.005 "
-    "for a sampler in float32, else 0.1",
+    "largest accepted mean |difference| between log-probs of a server and the trainer, in nats. "
+    "0 means 0.005 for a sampler in float32, else 0.1.",
   )
 
   def __post_init__(self):
@@ -88,38 +96,50 @@ class ServerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-  """Engine of rollouts and evaluations. Its keys change results by round-off alone, which is large
-  for types of 16 bits or less. docs/sampling.md"""
+  """Engine of rollouts and evaluations. Its keys change results by round-off alone. Round-off is
+  large for dtypes of 16 bits or less. docs/sampling.md"""
 
-  slots: NonNegativeInt = key(0, "concurrent responses over all devices; 0: all of a batch")
-  steps: PositiveInt = key(16, "decoding steps between two host transfers")
-  prefill_tokens: Prefill = key(4096, "prompt tokens of a device at once; longer prompts are split")
+  slots: NonNegativeInt = key(
+    0, "largest number of responses decoded at once, over all devices; 0: all responses of a batch"
+  )
+  steps: PositiveInt = key(16, "number of decoding steps between two transfers to the host")
+  prefill_tokens: Prefill = key(
+    4096, "largest number of prompt tokens that a device prefills at once; longer prompts are split"
+  )
   cache_dtype: Literal["float32", "bfloat16", "int8"] = key(
     "float32",
-    "dtype of cached keys and values, not of states; int8: with a scale per position and head",
+    "dtype of cached keys and values, but not of the states of linear attention. int8 has a "
+    "scale for each position and head.",
   )
   cache: Literal["auto", "dense", "paged"] = key(
     "auto",
-    "dense: a row of the whole window per slot | paged: pages allocated on demand | auto: paged on "
-    "TPU, and with cache_tokens",
+    "dense: a slot has memory for a whole window | paged: pages are allocated on demand | auto: "
+    "paged on TPU or if cache_tokens is set, else dense",
   )
   cache_tokens: Positions = key(
     0,
-    "positions of all pages, over all devices; 0: enough for whole windows. With fewer, responses "
-    "without a free page are restarted later (metric sampling/put_aside)",
+    "number of positions of all pages, over all devices; 0: enough for whole windows. If there "
+    "are fewer, a response that finds no free page is restarted later (metric "
+    "sampling/put_aside).",
   )
-  page_tokens: PositiveInt = key(128, "positions of a page; TPU: a multiple of 16, int8: of 32")
+  page_tokens: PositiveInt = key(
+    128, "number of positions of a page. On TPU it is a multiple of 16, for int8 of 32."
+  )
   dtype: Literal["", "float32", "bfloat16"] = key(
-    "", 'dtype of the sampler; "": compute.dtype. Another one increases the mismatch'
+    "",
+    'dtype of the sampler; "": compute.dtype. A dtype other than the trainer\'s increases the '
+    "mismatch.",
   )
   weights_dtype: Literal["", "int8"] = key(
-    "", '"": dtype | int8: matrices of layers, with a scale per output channel'
+    "",
+    '"": as dtype | int8: the matrices of layers are in int8, with a scale for each output channel',
   )
   name: Literal["local", "server"] = key(
     "local",
-    "local: slots on the mesh | server: external servers, with the keys dtype, urls and server",
+    "local: slots on the devices of the mesh | server: external servers. Of section engine, "
+    "servers use the keys dtype, urls and server alone.",
   )
-  urls: tuple[str, ...] = key((), "addresses of servers, http://host:port. docs/engines.md")
+  urls: tuple[str, ...] = key((), "addresses of servers, as http://host:port. docs/engines.md")
   server: ServerConfig = ServerConfig()
 
   def __post_init__(self):
@@ -138,7 +158,8 @@ class EngineConfig:
       (self.prefill_tokens & (self.prefill_tokens - 1), "{prefill_tokens} must be a power of two"),
       (
         served and self.weights_dtype,
-        "{name}, {weights_dtype}: servers round weights by an option of their own; leave it out",
+        "{name}, {weights_dtype}: servers have their own option for rounding weights; leave "
+        "weights_dtype empty",
       ),
       (
         dense and self.cache_tokens,
@@ -164,21 +185,30 @@ class EnvironmentConfig:
   """Environment of conversations. docs/multi_turn.md"""
 
   name: Annotated[str, Name(("", *ENVIRONMENTS))] = key(
-    "", '"": no environment; responses of one turn are scored by the verifier'
+    "", 'environment of conversations; "": none, and the verifier scores responses of one turn'
   )
-  max_turns: PositiveInt = key(1, "turns of the policy; longer conversations are truncated")
-  discount: Fraction = key(1.0, "discount of the rewards of later turns or lines")
+  max_turns: PositiveInt = key(
+    1, "largest number of turns of the policy; longer conversations are truncated"
+  )
+  discount: Fraction = key(
+    1.0,
+    "factor γ per turn or line: the reward of the n-th later turn or line counts γ^n in a return",
+  )
   workers: Workers = key(
-    0, "threads of environments; 0: one step at a time, for environments without waiting"
+    0,
+    "number of threads that run environments. 0 means one step at a time, for environments that "
+    "never wait.",
   )
   token_cost: NonNegativeFloat = key(
-    0.0, "cost of a sampled token, subtracted from the reward of its turn"
+    0.0, "cost of a sampled token, subtracted from the reward of the token's turn"
   )
   call_cost: NonNegativeFloat = key(
-    0.0, "cost of a tool call, subtracted from the reward of its turn"
+    0.0, "cost of a tool call, subtracted from the reward of the call's turn"
   )
   charge: Literal["all", "right"] = key(
-    "all", "all conversations have costs | only right ones, so that giving up early gains nothing"
+    "all",
+    "all: all conversations have costs | right: only right conversations have costs, so that "
+    "giving up early gains nothing",
   )
 
   def __post_init__(self):

@@ -64,7 +64,10 @@ def _gpt_oss(layers: int, experts: int) -> ModelConfig:
 
 
 def _hybrid(*sizes: int, value_heads: int, tied: bool = False, **more) -> ModelConfig:
-  """Configuration with the defaults of Qwen3.5. The last of `sizes` is unused with experts."""
+  """Configuration with the defaults of Qwen3.5.
+
+  The last of `sizes`, the width of dense layers, is unused if there are experts.
+  """
   linear = LinearConfig(
     pattern=4, key_heads=16, value_heads=value_heads, key_dim=128, value_dim=128, kernel=4
   )
@@ -72,7 +75,7 @@ def _hybrid(*sizes: int, value_heads: int, tied: bool = False, **more) -> ModelC
     family="qwen3_5", vocab_size=248_320, head_dim=256, rope_theta=1e7, linear=linear,
     max_position_embeddings=262_144, rope=RopeConfig(share=0.25), tie_word_embeddings=tied,
   )  # fmt: skip
-  if "num_experts" in more:  # The shared expert is as wide as the others.
+  if "num_experts" in more:  # The shared expert is as wide as a chosen one.
     shared["router"] = RouterConfig(shared_width=more["moe_intermediate_size"], shared_gate=True)
   return _model(*sizes, **(shared | more))
 
@@ -162,11 +165,11 @@ def _published() -> dict[str, ModelConfig]:
   MiniMaxAI. The sizes of Qwen3.5 and Qwen3-Next are those of their model cards, "Model Overview".
 
   Qwen3 models of April 2025 have the shape and rope_theta, 1e6, of their Base models. Those of July
-  2025 ("2507") have a larger rope_theta, which depends on the model, and an eightfold context.
+  2025 ("2507") have a context of 262,144 tokens, and a larger rope_theta that depends on the model.
   """
   models = _OTHERS | {"SmolLM2-135M-Instruct": _OTHERS["SmolLM2-135M"]}
   for name, config in _QWEN3.items():
-    if name not in ("Qwen3-32B", "Qwen3-235B-A22B"):  # No Base was published.
+    if name not in ("Qwen3-32B", "Qwen3-235B-A22B"):  # Without a published Base model.
       models[f"{name}-Base"] = config
     models[name] = dataclasses.replace(config, max_position_embeddings=40_960)
   for name, theta in (("Qwen3-4B", 5e6), ("Qwen3-30B-A3B", 1e7), ("Qwen3-235B-A22B", 5e6)):

@@ -30,13 +30,19 @@ _STAGE = re.compile(r"\s*(\d+)\s*:\s*(\d+)\s*")
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleConfig:
-  """Changes during a run. docs/objectives.md"""
+  """Changes of response length, data and group size during a run. docs/objectives.md"""
 
-  new_tokens: str = key("", "iteration:tokens, a length limit from each iteration: 1:2048,50:4096")
-  refresh_every: NonNegativeInt = key(
-    0, "iterations between reads of lines appended to data.train; 0: never"
+  new_tokens: str = key(
+    "",
+    "limits of response length as iteration:tokens, each from its iteration on, such as "
+    '1:2048,50:4096; "": sampling.max_new_tokens',
   )
-  group_size_min: NonNegativeInt = key(0, "group size of the easiest prompts; 0: rl.group_size")
+  refresh_every: NonNegativeInt = key(
+    0, "number of iterations between two searches for lines appended to data.train; 0: never"
+  )
+  group_size_min: NonNegativeInt = key(
+    0, "group size of the easiest prompts; 0: all groups have rl.group_size responses"
+  )
 
   def __post_init__(self):
     ranges.check(self, "schedule")
@@ -93,13 +99,23 @@ class SftConfig:
   target_loss: NonNegativeFloat = key(
     0.0, "held-out loss at which the cold start ends, in nats per token; 0: none"
   )
-  check_every: PositiveInt = key(10, "updates between two held-out losses")
-  batch: PositiveInt = key(64, "demonstrations per update")
-  microbatches: PositiveInt = key(1, "parts of an update; more need less memory")
-  max_tokens: NonNegativeInt = key(0, "0: data.max_prompt_tokens + sampling.max_new_tokens")
-  log_every: PositiveInt = key(10, "updates between rows of metrics.jsonl")
+  check_every: PositiveInt = key(
+    10, "number of updates between two measurements of the held-out loss"
+  )
+  batch: PositiveInt = key(64, "number of demonstrations per update")
+  microbatches: PositiveInt = key(
+    1, "number of micro-batches per update; more of them need less memory"
+  )
+  max_tokens: NonNegativeInt = key(
+    0,
+    "largest number of tokens of a prompt with its demonstration; 0: data.max_prompt_tokens + "
+    "sampling.max_new_tokens",
+  )
+  log_every: PositiveInt = key(10, "number of updates between two rows of metrics.jsonl")
   load_balance_coef: NonNegativeFloat = key(
-    0.0, "factor of the router's auxiliary loss, against unused experts in training from scratch"
+    0.0,
+    "factor of the router's load-balancing loss. In training from scratch, this loss prevents "
+    "unused experts.",
   )
 
 
@@ -108,28 +124,46 @@ class RLConfig:
   """Iterations: rollout batches and their updates."""
 
   iterations: PositiveInt = key(300, "number of rollout batches")
-  prompts: PositiveInt = key(64, "P, prompts per rollout batch; a multiple of minibatches")
-  group_size: Annotated[int, Range(1, 65_536)] = key(8, "G, responses per prompt")
-  lag: Annotated[int, Range(0, 1000)] = key(0, "iterations by which sampling is ahead of updates")
-  record: bool = key(False, "write each training batch to WORKDIR/batches")
-  replay: str = key("", 'WORKDIR/batches of a recorded run, to train on; "": sample')
+  prompts: PositiveInt = key(
+    64, "P, number of prompts per rollout batch; a multiple of minibatches"
+  )
+  group_size: Annotated[int, Range(1, 65_536)] = key(8, "G, number of responses per prompt")
+  lag: Annotated[int, Range(0, 1000)] = key(
+    0, "number of iterations by which sampling is ahead of updates"
+  )
+  record: bool = key(False, "True: write each training batch to WORKDIR/batches")
+  replay: str = key(
+    "",
+    'directory WORKDIR/batches of a recorded run, to train on its batches; "": train on sampled '
+    "responses",
+  )
   extra_prompts: NonNegativeInt = key(
-    0, "prompts beyond rl.prompts, started in free slots; unfinished ones are carried over"
+    0,
+    "number of prompts beyond rl.prompts that are started in free slots. Unfinished responses "
+    "are carried over to the next iteration.",
   )
   token_budget: Annotated[int, Range(0, INT32)] = key(
-    0, "tokens sampled per iteration; unfinished responses are carried over; 0: no budget"
+    0,
+    "number of tokens after which sampling ends in an iteration; 0: no budget. Unfinished "
+    "responses are carried over to the next iteration.",
   )
   max_age: NonNegativeInt = key(
     0,
-    "largest age of carried-over tokens, in versions of the weights; older responses begin "
-    "again; 0: any age",
+    "largest age of a carried-over token, in versions of the weights; 0: any age. A response "
+    "with an older token is restarted.",
   )
-  mask_truncated: bool = key(False, "True: mask truncated responses (DAPO, §3.4)")
-  minibatches: PositiveInt = key(4, "updates per rollout batch and epoch (§5.1)")
-  epochs: PositiveInt = key(1, "passes over the mini-batches, in the same order")
-  microbatches: PositiveInt = key(1, "parts of an update; more need less memory")
-  packed: bool = key(False, "pack several responses into a row. docs/running.md")
-  dump_every: PositiveInt = key(10, "iterations between logs of samples in WORKDIR/rollouts")
+  mask_truncated: bool = key(False, "True: mask truncated responses (§3.4 of the DAPO paper)")
+  minibatches: PositiveInt = key(
+    4, "number of mini-batches of a rollout batch, each for one update (§5.1 of the GSPO paper)"
+  )
+  epochs: PositiveInt = key(1, "number of passes over the mini-batches, all in the same order")
+  microbatches: PositiveInt = key(
+    1, "number of micro-batches per update; more of them need less memory"
+  )
+  packed: bool = key(False, "True: pack several responses into a row. docs/running.md")
+  dump_every: PositiveInt = key(
+    10, "number of iterations between two logs of samples in WORKDIR/rollouts"
+  )
 
   @property
   def rows(self) -> int:
@@ -157,47 +191,57 @@ class LoraConfig:
   """Low-rank adapters, trained by RL instead of the model. docs/one_chip.md"""
 
   rank: Annotated[int, Range(0, 65_536)] = key(0, "rank r of adapters; 0: none")
-  alpha: PositiveFloat = key(32.0, "adapters are scaled by alpha / rank")
+  alpha: PositiveFloat = key(32.0, "adapters are multiplied by alpha / rank")
   matrices: tuple[Matrix, ...] = key(
     typing.get_args(Matrix),
-    "matrices with adapters, in layers and experts, by PEFT's names; q_proj includes gates",
+    "matrices of layers and experts that have adapters, by PEFT's names. q_proj includes the "
+    "gates of attention.",
   )
   adapter: str = key(
-    "", 'initial adapters: PEFT directory, local or gs://..., or OWNER/NAME@COMMIT; "": new ones'
+    "", 'initial adapters: PEFT directory, local or gs://... | OWNER/NAME@COMMIT | "": new adapters'
   )
 
   def __post_init__(self):
     ranges.check(self, "lora")
     wrong = [
-      (self.rank and not self.matrices, "{matrices}: name one of them, or set {rank} to 0"),
+      (
+        self.rank and not self.matrices,
+        "{matrices}, {rank}: name at least one matrix, or set rank to 0",
+      ),
     ]
     ranges.refuse(self, "lora", wrong)
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-  """AdamW, with the usual defaults of RL of language models."""
+  """AdamW, with defaults that are usual in RL of language models."""
 
   learning_rate: Annotated[float, ranges.Range(0, 1e10, excluded=(0,))] = key(
-    1e-6, "peak of the schedule"
+    1e-6, "learning rate after the warm-up, the peak of the schedule"
   )
-  schedule: Literal["constant", "linear", "cosine"] = key("constant", "schedule after the warm-up")
-  warmup_steps: NonNegativeInt = key(10, "gradient updates of linear warm-up from 0")
+  schedule: Literal["constant", "linear", "cosine"] = key(
+    "constant", "change of the learning rate after the warm-up"
+  )
+  warmup_steps: NonNegativeInt = key(
+    10, "number of updates of linear warm-up. The first has 1 / warmup_steps of the peak."
+  )
   final_fraction: ranges.Fraction = key(
-    0.1, "fraction of the peak at the last update; unused by constant"
+    0.1, "learning rate of the last update, divided by the peak; unused if schedule=constant"
   )
-  b1: ranges.FractionBelowOne = key(0.9, "β₁: decay of the mean of gradients")
+  b1: ranges.FractionBelowOne = key(0.9, "β₁, decay of the running mean of gradients")
   b2: ranges.FractionBelowOne = key(
-    0.95, "β₂: decay of the mean of squared gradients, below 0.999 since they change quickly in RL"
+    0.95,
+    "β₂, decay of the running mean of squared gradients. It is below Adam's usual 0.999, since "
+    "squared gradients change quickly in RL.",
   )
   weight_decay: NonNegativeFloat = key(
     0.0,
-    "decoupled weight decay, except for norms, biases, convolutions and decays; small changes by "
-    "RL need none",
+    "decoupled weight decay of all weights except norms, biases, convolutions and the decays of "
+    "linear attention. The small changes by RL need none.",
   )
-  clip_norm: NonNegativeFloat = key(1.0, "largest global gradient norm; 0: no bound")
+  clip_norm: NonNegativeFloat = key(1.0, "largest norm of the whole gradient; 0: no bound")
   router_rate: NonNegativeFloat = key(
-    1.0, "factor on the learning rate of routers; 0 freezes them (docs/routing.md)"
+    1.0, "factor on the learning rate of routers; 0: routers are frozen (docs/routing.md)"
   )
 
   def __post_init__(self):
@@ -206,23 +250,31 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-  """Checkpoints, resumed by the same command. docs/running.md"""
+  """Checkpoints, from which the same command resumes a run. docs/running.md"""
 
   directory: str = key(
-    "", 'local or gs://..., shared by all hosts; "": checkpoints/ of the workdir'
+    "",
+    'directory of checkpoints, local or gs://..., shared by all hosts; "": checkpoints/ in the '
+    "workdir",
   )
-  every: PositiveInt = key(20, "iterations (rl) or updates (sft) between checkpoints")
+  every: PositiveInt = key(
+    20, "number of iterations (RL) or updates (cold start) between checkpoints"
+  )
   every_minutes: NonNegativeFloat = key(
-    30.0, "minutes between checkpoints at most, at the end of a step; 0: by steps alone"
+    30.0, "minutes after which the next step ends with a checkpoint; 0: only every `every` steps"
   )
   keep: PositiveInt = key(2, "number of newest checkpoints to keep")
-  keep_every: NonNegativeInt = key(0, "keep checkpoints of multiples of this step too; 0: none")
-  best: str = key("", 'metric of a best checkpoint to keep too; "": none')
-  best_is: Literal["largest", "smallest"] = key("largest", "best value of the metric")
+  keep_every: NonNegativeInt = key(
+    0, "also keep checkpoints whose step is a multiple of this number; 0: none"
+  )
+  best: str = key("", 'metric whose best checkpoint is kept too; "": none')
+  best_is: Literal["largest", "smallest"] = key(
+    "largest", "whether the largest or the smallest value of the metric is the best"
+  )
   grace_s: PositiveSeconds | None = key(
     None,
-    "seconds from SIGTERM to the end of the process; None: 28 under Kubernetes, under Slurm and on "
-    "Google's machines, no limit elsewhere",
+    "seconds from SIGTERM to the end of the process; unset: 28 under Kubernetes, under Slurm and "
+    "on Google's machines, no limit elsewhere",
   )
 
   def __post_init__(self):
@@ -237,25 +289,31 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AlarmConfig:
-  """Thresholds for warnings during a run; 0: no warning."""
+  """Thresholds of warnings during a run. A threshold of 0 turns its warning off."""
 
   grad_norm: NonNegativeFloat = key(
-    10.0, "upper bound, as a multiple of the median of the ten iterations before"
+    10.0, "largest gradient norm, as a multiple of the median of the ten previous norms above 0"
   )
   entropy: NonNegativeFloat = key(
-    0.03, "lower bound in nats per token, against collapse of the policy"
+    0.03,
+    "smallest entropy of the policy, in nats per token. A lower entropy means that the policy "
+    "has collapsed to few responses.",
   )
   ratio: NonNegativeFloat = key(
-    0.005, "upper bound of the mean |importance ratio - 1|, against divergence"
+    0.005,
+    "largest mean of |importance ratio - 1|. A larger mean means that the policy moves faster "
+    "than clipping can limit.",
   )
   mismatch: NonNegativeFloat = key(
-    1.0, "upper bound of the mismatch of sampler and trainer, as a multiple of the clip range"
+    1.0, "largest mismatch of sampler and trainer, as a multiple of the clip range"
   )
   reward: NonNegativeFloat = key(
-    0.2, "largest fall of the mean reward below its maximum, as a share of the range of rewards"
+    0.2,
+    "largest fall of the reward below its maximum, as a share of the range of rewards. The "
+    "reward is a mean over ten iterations.",
   )
   unknown: Fraction = key(
-    0.01, "upper bound of the share of responses without a verdict; updates mask such responses"
+    0.01, "largest share of responses without a verdict. Updates mask such responses."
   )
 
   def __post_init__(self):
@@ -266,12 +324,12 @@ class AlarmConfig:
 class ProfileConfig:
   """Traces of JAX's profiler in WORKDIR/profile. docs/running.md"""
 
-  iteration: NonNegativeInt = key(0, "traced iteration; 0: none")
+  iteration: NonNegativeInt = key(0, "number of the traced iteration; 0: none")
   stage: Literal["all", "sample", "update"] = key("all", "traced stage of the iteration")
   steps: NonNegativeInt = key(
     0,
-    "number of traced updates, or of decoding steps (rounded up to a multiple of engine.steps); "
-    "0: the whole stage",
+    "number of traced updates or decoding steps; 0: the whole stage. Decoding steps are rounded "
+    "up to a multiple of engine.steps.",
   )
   port: Annotated[int, Range(0, 65_535)] = key(0, "port of an XProf server on each host; 0: none")
 

@@ -22,10 +22,14 @@ from gspo_jax.tasks import arithmetic, recurrence, word_problems
 def main(argv: list[str] | None = None) -> None:
   parser = Parser(prog="python -m gspo_jax.tasks", description=__doc__)
   parser.add_argument("source", help="arithmetic:train, arithmetic:heldout, recurrence:train, ...")
-  parser.add_argument("--first", type=int, default=0, help="number of rows to leave out first")
+  parser.add_argument(
+    "--first", type=int, default=0, help="index of the first row to write, from 0"
+  )
   parser.add_argument("--rows", type=int, default=64, help="number of rows to write")
-  parser.add_argument("--digits", type=int, default=3, help="arithmetic: digits of an operand")
-  parser.add_argument("--lines", default="8,16,32", help="recurrence: lengths of responses")
+  parser.add_argument("--digits", type=int, default=3, help="digits of an operand of arithmetic")
+  parser.add_argument(
+    "--lines", default="8,16,32", help="numbers of lines of a response to recurrence"
+  )
   flags = parser.parse_args(argv)
   name, _, split = flags.source.partition(":")
   try:
@@ -40,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
       problems = word_problems.problems(split)
     else:
       names = "arithmetic, recurrence, word_problems"
-      raise ValueError(f"there is no task {name!r} here; choose one of {names}")
+      raise ValueError(f"this command has no task {name!r}; choose one of {names}")
     if not (flags.first >= 0 and 0 < flags.rows <= len(problems) - flags.first):
       raise ValueError(
         f"--first={flags.first} --rows={flags.rows}: there are {len(problems)} rows; choose at "

@@ -1,12 +1,12 @@
 """Embedded task: sums of two integers, as text.
 
-A problem is `358+967=`. A demonstration first has the work, the digits of the sum from the units to
-the left, then a colon and the sum: `5231:1325`. The verifier reads the text after the last colon,
-and accepts only the exact sum. The text before this colon does not count.
+A problem is `358+967=`, and its demonstration is `5231:1325`. The text before the colon is the
+work: the digits of the sum in the order of addition, units first. The text after the colon is the
+sum. The verifier reads the text after the last colon of a response, and accepts only the exact sum.
 
 Demonstrations imitate a pupil who can add, but forgets each carry with a given probability. So a
-model trained on them is sometimes right and often wrong. It has seen every step that it needs, and
-reinforcement learning can make it right always.
+model trained on demonstrations is sometimes right and often wrong. The model has seen every step
+that it needs, and reinforcement learning can make it right always.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ def problems(split: str, digits: int) -> Problems:
 def demonstration(
   problem: Problem, carry_errors: float, seed: int, skipped_work: float = 0.0
 ) -> str:
-  """Returns a demonstration: digits from the units on, a colon, the number.
+  """Returns a demonstration: the work, a colon, and the sum.
 
   The same problem and seed give the same text.
 
@@ -66,7 +66,7 @@ def demonstration(
   """
   rng = random.Random(f"{seed}/{problem['id']}")
   a, b = (term[::-1] for term in problem["id"].split("+"))
-  # A separate generator: `skipped_work` does not change the errors of the other demonstrations.
+  # A separate generator: `skipped_work` changes no error of a demonstration with work.
   skips = random.Random(f"{seed}/{problem['id']}/work").random() < skipped_work
   digits, carry = "", 0
   for x, y in zip(a, b):
@@ -80,7 +80,7 @@ def demonstration(
 
 @contextlib.contextmanager
 def open_verifier() -> Iterator[Callable]:
-  """Opens the verifier for `rewards.scorer`, which applies `verify` to a batch."""
+  """Opens the verifier, a function of a batch of responses (`rewards.scorer`)."""
 
   def outcomes(responses, prompts, finished):
     right = [verify(response, prompt.answer) for response, prompt in zip(responses, prompts)]

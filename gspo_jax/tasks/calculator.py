@@ -1,12 +1,12 @@
 """Embedded task for conversations: products and sums, with a calculator (docs/multi_turn.md).
 
-A problem is `37*58+46=`. A turn that begins with a bracket asks the calculator, one operation at a
-time: the answer to `[37*58]` is `2146;`, and the answer to `[2146+46]` is `2192;`. A malformed
-question has the answer `?;` and the reward -0.1. A turn without a bracket at its start is the final
-answer, and ends the conversation. Its reward is 1 if the text after the last colon is the exact
-number, else 0.
+A problem is `37*58+46=`. A turn that begins with a bracket asks the calculator for one operation.
+The answer to `[37*58]` is `2146;`, and the answer to `[2146+46]` is `2192;`. A malformed question
+has the answer `?;` and the reward -0.1. Any other turn is the final answer, and ends the
+conversation. If the final answer contains colons, only the text after the last colon counts. The
+reward is 1 if the number is right, else 0.
 
-In demonstrations some operations are computed without the calculator. Such an operation forgets
+In demonstrations, some operations are computed without the calculator. Such an operation forgets
 each carry with probability `data.carry_errors`. If `data.checks` is above 0, some questions are
 needlessly asked twice.
 """
@@ -25,7 +25,7 @@ from gspo_jax.tasks.problems import Problem, Problems, held_out
 SIZES = ("digits",)  # Keys of section `data` that determine the problems.
 TEACHER = ("carry_errors", "checks")  # Keys that determine the demonstrations.
 # Probability that an operation of a demonstration uses the calculator. After an operation without
-# the calculator, the demonstration does not use it again.
+# the calculator, the demonstration does not use the calculator again.
 USES = 0.4
 NOT_UNDERSTOOD = -0.1  # Reward of a malformed question.
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}

@@ -1,4 +1,4 @@
-"""Environments by name (`environment.name`), and their time limit.
+"""Environments by name (`environment.name`), and the time limit of their calls.
 
 `sampling.trajectory.Environment` describes an environment's methods.
 """
@@ -20,7 +20,7 @@ Make = Callable[[Any], Any]  # Function from a `structs.Prompt` to an environmen
 
 @dataclasses.dataclass(frozen=True)
 class Factory:
-  """Constructor of environments with the run's tokenizer (a `Make`)."""
+  """Constructor of environments, of type `Make`. All environments have the run's tokenizer."""
 
   make: Callable[[Any, Any], Any]  # Function from a prompt and a tokenizer to an environment.
   tokenizer: Any
@@ -40,7 +40,7 @@ def find(name: str, tokenizer: Any) -> Make | None:
 
   Args:
     name: a key of ENVIRONMENTS, or `package.module:function`. The function or class is called with
-      the prompt (`structs.Prompt`) and the tokenizer. Its attribute `time_limit_s`, if it has one,
+      the prompt (`structs.Prompt`) and the tokenizer. Its attribute `time_limit_s`, if set,
       replaces TIME_LIMIT_S.
     tokenizer: tokenizer of the run.
 
@@ -62,6 +62,6 @@ def find(name: str, tokenizer: Any) -> Make | None:
   limit_s = time_limit(make)
   if not (isinstance(limit_s, int | float) and 0 < limit_s < math.inf):
     raise ValueError(
-      f"{label}: time_limit_s of {function} is {limit_s!r:.40}: set it to seconds, above 0"
+      f"{label}: time_limit_s of {function} is {limit_s!r:.40}: set it to seconds, more than 0"
     )
   return Factory(make, tokenizer, float(limit_s))

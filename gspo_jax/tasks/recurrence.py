@@ -87,8 +87,8 @@ def open_verifier(partial: float) -> Iterator[Callable]:
   """Opens the verifier (`rewards.scorer`).
 
   Args:
-    partial: weight, in a response's value, of the share of the expected lines that are right. A
-      right last line has the weight 1 − partial. If 0, the verifier returns no values.
+    partial: weight of the share of right lines in the value of a response. A right last line has
+      the weight 1 − partial. If `partial` is 0, the verifier returns no values.
   """
 
   def outcomes(responses, prompts, finished):

@@ -20,8 +20,9 @@ NAMES = """Ada Ben Carla David Ella Farid Grace Hugo Ines Jonas Kira Liam Maya N
   Sam Tara Uma Victor Wendy""".split()
 THINGS = """apples books marbles stamps pencils cookies shells stickers balloons coins buttons cards
   flowers oranges beads photos tickets eggs""".split()
-# Templates, one a line: text of the problem, and expression of its answer. {n} and {m} are names,
-# {x} and {y} things, and {a} to {d} numbers. An empty line separates the two splits.
+# Each line of the file is a template: text of a problem, " | ", and expression of its answer.
+# {n} and {m} are names, {x} and {y} things, and {a} to {d} numbers. An empty line separates the
+# two splits.
 TRAIN, HELD_OUT = (
   [tuple(line.split(" | ")) for line in part.splitlines()]
   for part in Path(__file__).with_suffix(".txt").read_text("utf-8").split("\n\n")

@@ -48,10 +48,13 @@ CASES = {
   [
     (dict(), ""),
     (dict(rl__lag=2), "recompute: the old policy of ratios is the policy before an iteration's"),
-    (dict(rl__lag=2), "not the sampling weights, up to 2 iterations older; the difference"),
+    (
+      dict(rl__lag=2),
+      "not the sampling weights, which are up to 2 iterations old; their difference",
+    ),
     (
       dict(rl__lag=2, objective__old_logp="sampler"),
-      "ratios is the sampling weights, up to 2 iterations",
+      "ratios is the sampling weights, which are up to 2 iterations old",
     ),
     (dict(rl__extra_prompts=2, objective__old_logp="behaviour"), "older for carried-over tokens"),
     (dict(rl__lag=2, objective__name="spo", objective__kl_coef=None), ""),

@@ -53,7 +53,11 @@ REFUSED = [
   (BASE, dict(eval__max_new_tokens=2041), r"eval\.max_new_tokens=2049 exceed.*embeddings=2048"),
   (BASE, dict(sft__max_tokens=2049), r"sft\.max_tokens=2049 exceed.*embeddings=2048"),
   (TINY, dict(sampling__top_k=300), r"sampling\.top_k=300, .* more than model\.vocab_size=264"),
-  (TINY, dict(eval__top_k=300), r"eval\.top_k=300: one is more than model\.vocab_size=264"),
+  (
+    TINY,
+    dict(eval__top_k=300),
+    r"eval\.top_k=300: one of these is more than model\.vocab_size=264",
+  ),
   (TINY, dict(rl__packed=True), r"rl\.packed=True.*rl\.microbatches"),
   # Jobs.
   (BASE, dict(job="sft+rl"), r"sft\.steps=0: job='sft\+rl'.*set job=rl"),
@@ -72,7 +76,7 @@ REFUSED = [
   (
     BASE,
     dict(job="eval", profile__iteration=1),
-    r"iteration=1 is no iteration: job='eval' has none",
+    r"iteration=1 has no effect: job='eval' has no iterations",
   ),
   (BASE, dict(profile__steps=3), r"profile\.steps=3 has no effect, since profile\.iteration=0"),
   (
@@ -158,8 +162,8 @@ REFUSED = [
   (OFFLINE, dict(objective__name="gspo", objective__beta=None), r"objective\.name='gspo'.* rft"),
   (OFFLINE, dict(objective__old_logp="sampler"), r"objective\.old_logp='sampler'"),
   (OFFLINE, dict(objective__replay="R3"), r"objective\.replay='R3'"),
-  (OFFLINE, dict(offline__fresh=0.001), r"offline\.fresh=0\.001 of rl\.prompts=.* rounds to none"),
-  (OFFLINE, dict(offline__fresh=0.999), r"offline\.fresh=0\.999 of rl\.prompts=.* rounds to none"),
+  (OFFLINE, dict(offline__fresh=0.001), r"offline\.fresh=0\.001 of rl\.prompts=.* rounded to none"),
+  (OFFLINE, dict(offline__fresh=0.999), r"offline\.fresh=0\.999 of rl\.prompts=.* rounded to none"),
   # Schedules.
   (BASE, dict(schedule__new_tokens="1:6,2:25"), r"above sampling\.max_new_tokens=10: raise"),
   (
@@ -285,7 +289,7 @@ REFUSED = [
     RFT | dict(objective__beta=None, offline__fresh=0.5, data__query_set__extra_rounds=1),
     r"data\.query_set\.extra_rounds=1",
   ),
-  (BASE, dict(rl__max_age=1), r"rl\.max_age=1 has no effect: no responses are carried over"),
+  (BASE, dict(rl__max_age=1), r"rl\.max_age=1 has no effect: responses are carried over only if"),
   (TOOLS, OVERLONG | dict(reward__overlong_buffer=4), r"overlong_weight=1\.0.*environment\.name"),
   (
     BASE,
