@@ -364,7 +364,7 @@ def test_weights_are_compared_with_the_configuration_at_the_start(tmp_path):
 
 
 def test_a_model_that_cannot_fit_is_refused_before_it_is_made(tmp_path):
-  message = r"parameters, which take [\d,]+ GiB: more than the \d+ GiB"
+  message = r"moments take [\d,]+ GiB, more than the \d+ GiB"
   refused(tmp_path / "run", message, model__hidden_size=65_536, model__num_layers=1024)
 
 

@@ -20,7 +20,7 @@ from gspo_jax.system.text import did_you_mean
 
 HELP = {"--help", "-help", "-h", "-?", "--helpshort", "-helpshort"}
 TRAIN = ("absl", "flax", "grain", "ml_collections", "optax", "orbax")
-# Packages that must exist if an extra of setup.py is installed, by extra.
+# Some packages of each extra in setup.py. If one of them is missing, the extra is not installed.
 LIBRARIES = dict(
   train=TRAIN,
   experiments=(*TRAIN, "pandas", "scipy", "matplotlib"),

@@ -121,6 +121,7 @@ def check_memory(
   available = sum(limits) * len(devices) // len(local)
   if needed > available:
     raise ValueError(
-      f"the model has {count:,} parameters, which take {needed / 2**30:,.0f} GiB: more than the "
-      f"{available / 2**30:,.0f} GiB of the devices; make model.* smaller, or use more devices"
+      f"parameters, gradients and moments take {needed / 2**30:,.0f} GiB, more than the "
+      f"{available / 2**30:,.0f} GiB of the devices (the policy has {count:,} parameters); make "
+      "model.* smaller, or use more devices"
     )

@@ -96,8 +96,8 @@ class DistillationConfig:
   coef: PositiveFloat = key(1.0, "factor of log π_teacher/π_old in a token's advantage")
   discount: Fraction = key(
     0.0,
-    "factor γ per token: the log-ratio of the n-th later token counts γ^n in an advantage; 0: "
-    "only the token's own log-ratio counts",
+    "factor γ per token. The log-ratio of the n-th later token counts γ^n in an advantage. With "
+    "0, only the token's own log-ratio counts.",
   )
   reward_weight: NonNegativeFloat = key(
     1.0, "weight of the advantage from rewards; 0: advantages are from the teacher alone"

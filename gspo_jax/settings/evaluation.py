@@ -42,7 +42,7 @@ class EvalConfig:
     0, "number of held-out problems, evenly spread over the set; 0: all"
   )
   samples: PositiveInt = key(4, "k of the metric avg@k, the number of responses per problem")
-  temperature: Temperature = key(1.0, "temperature of the k responses; 0: greedy")
+  temperature: Temperature = key(1.0, "temperature of the samples; 0: greedy")
   top_k: NonNegativeInt = key(0, "sample from this number of likeliest tokens; 0: from all tokens")
   top_p: ranges.PositiveFraction = key(
     1.0, "sample from the likeliest tokens up to this total probability; 1: from all tokens"

@@ -23,8 +23,8 @@ class MeshConfig:
   rollout_experts: Literal["auto", "all", "fsdp", "expert"] = key(
     "auto",
     "devices over which the sampler splits the experts. all: all devices of a slice | fsdp: "
-    "those of axis fsdp | expert: those of axis expert | auto: as all if that divides the number "
-    "of experts, else as expert",
+    "those of axis fsdp | expert: those of axis expert | auto: like all if this splits the "
+    "experts evenly, else like expert",
   )
 
   def __post_init__(self):

@@ -61,7 +61,7 @@ class ModelConfig:
     "qwen3_next",
   ] = required("name of a file of gspo_jax/models/families")
   vocab_size: Annotated[int, Range(1, 4_194_304)] = required(
-    "number of token ids. The tokenizer bytes has 259, rounded up to a multiple of 8."
+    "number of token ids. With tokenizer=bytes, there are 259, rounded up to a multiple of 8."
   )
   hidden_size: Width = required("D, width of the model")
   num_layers: Annotated[int, Range(1, 1024)] = required("l, number of layers")

@@ -54,20 +54,20 @@ class RewardConfig:
   )
   time_limit_s: TimeLimit = key(
     1.0,
-    "time limit of one answer in seconds, without waiting in the queue. The verifier code limits "
-    "the CPU time of each test instead.",
+    "time limit of one answer in seconds, without waiting in the queue. If reward.name=code, it "
+    "limits the CPU time of each test instead.",
   )
   memory_mb: Annotated[int, Range(64, 1_048_576)] = key(
-    1024, "largest address space of a program under test, in MiB, for the verifier code"
+    1024, "largest address space of a program under test, in MiB (reward.name=code)"
   )
   tolerance: Fraction = key(
     1e-6,
-    "largest error, absolute or relative, of a decimal in a program's output, for the verifier "
-    "code; 0: exact",
+    "largest error, absolute or relative, of a decimal in a program's output (reward.name=code); "
+    "0: exact",
   )
   isolation: Literal[ISOLATIONS] = key(
     "auto",
-    "sandbox of programs, for the verifier code. auto: as namespaces | namespaces: Linux "
+    "sandbox of programs (reward.name=code). auto: like namespaces | namespaces: Linux "
     "namespaces | none: programs have the rights of the user",
   )
   format: Literal["none", "think", "think_answer"] = key("none", "tags that a response should have")
@@ -89,14 +89,15 @@ class RewardConfig:
   )
   partial: Fraction = key(
     0.0,
-    "weight p of the share of right lines in a reward, for the verifier recurrence. The verdict "
-    "on the last line has the weight 1 - p.",
+    "weight p of the share of right lines in a reward (reward.name=recurrence). The verdict on "
+    "the last line has the weight 1 - p.",
   )
   per_line: bool = key(
     False,
-    "True: each line of a response has its own reward and its own noise, for the verifier "
-    "recurrence. Let p be reward.partial, or 1 if that key is 0. If n lines are expected, a "
-    "right line has the reward p / n. The last line of a right response has 1 - p more.",
+    "True: each line of a response has its own reward and its own noise "
+    "(reward.name=recurrence). Let p be reward.partial, or 1 if that key is 0. If n lines are "
+    "expected, a right line has the reward p / n. The last line of a right response has 1 - p "
+    "more.",
   )
 
   def __post_init__(self):

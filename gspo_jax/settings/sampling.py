@@ -123,7 +123,9 @@ class EngineConfig:
     "sampling/put_aside).",
   )
   page_tokens: PositiveInt = key(
-    128, "number of positions of a page. On TPU it is a multiple of 16, for int8 of 32."
+    128,
+    "number of positions of a page. On TPU, it must be a multiple of 16, or of 32 for a cache in "
+    "int8.",
   )
   dtype: Literal["", "float32", "bfloat16"] = key(
     "",
@@ -192,7 +194,7 @@ class EnvironmentConfig:
   )
   discount: Fraction = key(
     1.0,
-    "factor γ per turn or line: the reward of the n-th later turn or line counts γ^n in a return",
+    "factor γ per turn or line. The reward of the n-th later turn or line counts γ^n in a return.",
   )
   workers: Workers = key(
     0,

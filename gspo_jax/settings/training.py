@@ -34,8 +34,8 @@ class ScheduleConfig:
 
   new_tokens: str = key(
     "",
-    "limits of response length as iteration:tokens, each from its iteration on, such as "
-    '1:2048,50:4096; "": sampling.max_new_tokens',
+    "limits of response length, as iteration:tokens. For example, 1:2048,50:4096 means 2,048 "
+    'tokens from iteration 1 on, and 4,096 from iteration 50 on. "": sampling.max_new_tokens',
   )
   refresh_every: NonNegativeInt = key(
     0, "number of iterations between two searches for lines appended to data.train; 0: never"

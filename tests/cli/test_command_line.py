@@ -49,7 +49,7 @@ def test_help_names_the_configurations_and_the_keys_with_their_reasons(tmp_path)
     assert re.search(rf"^  {name} +[A-Z]", done.stdout, re.MULTILINE)
   assert "Hardware: any machine with two CPU cores; two to five minutes" in done.stdout
   assert "Also: tiny:gemma, tiny:hybrid\n" in done.stdout
-  assert "rl.group_size=8               G, responses per prompt" in done.stdout
+  assert "rl.group_size=8               G, number of responses per prompt" in done.stdout
   assert all(len(line) <= 100 for line in done.stdout.splitlines() if "/" not in line)
 
 
