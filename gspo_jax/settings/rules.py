@@ -45,8 +45,7 @@ class DataFacts:
   demonstrations: int = 0  # Number of demonstrations of the cold start; 0 without a cold start.
   # Share of gold answers that fit into a response, by key of the data (data.train, ...).
   answers: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  # Most frequent gold answer with its share ("none: 40%"), by key of the data. Keys of data whose
-  # most frequent answer is not a word are absent.
+  # Most frequent gold answer, if it is a word, with its share ("none: 40%"), by key of the data.
   words: Mapping[str, str] = dataclasses.field(default_factory=dict)
   format_tokens: int = 0  # Number of tokens of the tags of reward.format.
   shared: str = ""  # Counts of held-out problems in training data, as text; "" if there are none.
@@ -277,9 +276,8 @@ INVALID: tuple[Rule | EntryRule, ...] = (
     lambda c, length: length > c.model.max_position_embeddings, "test_main"),
   Rule("{sampling.top_k}, {eval.top_k}: one of these is more than {model.vocab_size}; 0 means all",
     lambda c: max(c.sampling.top_k, c.eval.top_k) > c.model.vocab_size, "test_truncated_sampling"),
-  Rule("{rl.packed} skips empty micro-batches, and a single micro-batch is never empty; set "
-    "rl.microbatches above 1, or packed to False",
-    lambda c: c.rl.packed and c.rl.microbatches == 1, "test_packing"),
+  Rule("{rl.packed} skips empty micro-batches, but a single one is never empty; set it to False, "
+    "or rl.microbatches above 1", lambda c: c.rl.packed and c.rl.microbatches == 1, "test_packing"),
   # Jobs.
   Rule("{sft.steps}: {job} begins with a cold start; set sft.steps above 0, or set job=rl",
     lambda c: "sft" in c.job and not c.sft.steps, "test_sft: RL of random weights"),
@@ -427,8 +425,7 @@ WARNINGS: tuple[Rule | EntryRule, ...] = (
     _optimizers, lambda c, x: x.warmup_steps not in (0, 10) and x.warmup_steps >= _updates(c, x),
     "CHANGELOG: a long run's file, shortened"),
   EntryRule("{x.learning_rate}: each update of Adam changes each weight by about this much",
-    _optimizers, lambda c, x: not 1e-9 <= x.learning_rate <= 0.1,
-    "CHANGELOG: a sign of an exponent forgotten"),
+    _optimizers, lambda c, x: not 1e-9 <= x.learning_rate <= 0.1, "CHANGELOG: a forgotten sign"),
 )
 
 WARNINGS_RL: tuple[Rule | EntryRule, ...] = (  # For jobs with RL or recorded responses.
@@ -471,11 +468,9 @@ DATA_WARNINGS = (
   DataRule("{sampling.max_new_tokens}: some answers do not fit (shares that fit: {facts.answers:})",
     lambda c, facts: 0 < facts.answers.get("data.train", 0) < 1, "CHANGELOG: rewards of 0"),
   DataRule("the most frequent gold answer is a word ({facts.words:}): if it means that the answer "
-    "is missing, as \"unknown\" does, remove such rows", lambda c, facts: bool(facts.words),
-    "CHANGELOG: placeholders"),
+    "is missing, like \"unknown\", remove its rows", lambda c, facts: bool(facts.words), "CHANGELOG"),
   DataRule("held-out problems are in data.train too ({facts.shared:}): accuracy on these may be "
-    "memorised; remove them from data.train or from the held-out data",
-    lambda c, facts: bool(facts.shared), "test_rehearse"),
+    "memorised; remove one of the copies", lambda c, facts: bool(facts.shared), "test_rehearse"),
   DataRule("{rl.prompts} is more than data.train and offline.data have ({facts.prompts:} and "
     "{facts.recorded:}): an iteration repeats prompts", lambda c, facts: c.has_iterations
     and 0 < (facts.prompts or facts.recorded) < c.rl.prompts, "CHANGELOG: small files"),

@@ -204,7 +204,7 @@ def test_every_field_has_an_effect(field, params):
 def test_sizes_of_linear_attention_are_refused_by_name():
   for changes, message in [
     (dict(value_heads=3), r"linear\.value_heads=3 is not a multiple of model\.linear\.key_heads=2"),
-    (dict(key_dim=0), r"linear\.pattern=2, .*model\.linear\.key_dim=0,.*: set the sizes"),
+    (dict(key_dim=0), r"linear\.pattern=2, .*model\.linear\.key_dim=0,.*: set all four sizes"),
     (dict(kernel=1), r"model\.linear\.kernel=1 must be"),
   ]:
     with pytest.raises(ValueError, match=message):
@@ -218,7 +218,7 @@ def test_inconsistent_sizes_are_refused_by_name():
     (dict(head_dim=7), "head_dim=7 must be even"),
     (dict(decoder_sparse_step=100), "no layer has experts with model.num_layers="),
     (dict(sliding_window_pattern=0), "sliding_window_pattern=0 must be at least 1"),
-    (dict(sliding_window_pattern=1), "sliding_window=5, model.sliding_window_pattern=1: with"),
+    (dict(sliding_window_pattern=1), "sliding_window=5, model.sliding_window_pattern=1: a window"),
     (dict(sliding_window=0), "sliding_window=0, model.sliding_window_pattern=2"),
     (dict(linear=LINEAR), r"sliding_window=5, model\.linear\.pattern=2: linear attention has no"),
     (dict(linear=dataclasses.replace(LINEAR, pattern=9)), "pattern=9.*no layer has full attention"),
