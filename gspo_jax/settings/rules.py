@@ -468,7 +468,7 @@ DATA_WARNINGS = (
   DataRule("{sampling.max_new_tokens}: some answers do not fit (shares that fit: {facts.answers:})",
     lambda c, facts: 0 < facts.answers.get("data.train", 0) < 1, "CHANGELOG: rewards of 0"),
   DataRule("the most frequent gold answer is a word ({facts.words:}): if it means that the answer "
-    "is missing, like \"unknown\", remove its rows", lambda c, facts: bool(facts.words), "CHANGELOG"),
+    "is missing (\"unknown\"), remove its rows", lambda c, facts: bool(facts.words), "CHANGELOG"),
   DataRule("held-out problems are in data.train too ({facts.shared:}): accuracy on these may be "
     "memorised; remove one of the copies", lambda c, facts: bool(facts.shared), "test_rehearse"),
   DataRule("{rl.prompts} is more than data.train and offline.data have ({facts.prompts:} and "
