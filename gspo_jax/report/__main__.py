@@ -21,16 +21,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
   """Writes a report, and prints its path."""
   parser = Parser(
     prog="python -m gspo_jax.report",
-    description="Writes the report of a run, or of several to compare them, as one HTML page.",
+    description="Writes the report of a run, or a comparison of several runs, as one HTML page.",
   )
   parser.add_argument(
-    "workdirs", metavar="DIR", nargs="+", help="a run's directory, with metrics.jsonl"
+    "workdirs", metavar="DIR", nargs="+", help="directory of a run, which has metrics.jsonl"
   )
   parser.add_argument(
     "--max_rollouts", type=int, default=10_000, help="maximum number of responses on the page"
   )
   parser.add_argument(
-    "--output", help="output file, by default DIR/report.html; required for several runs"
+    "--output", help="path of the page; DIR/report.html if not set; required for several runs"
   )
   options = parser.parse_args(arguments)
   for workdir in options.workdirs:

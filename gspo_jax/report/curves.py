@@ -25,17 +25,17 @@ from gspo_jax.runs.metrics import Row
 ByPhase = Mapping[str, Sequence[Row]]  # Rows of metrics by phase: {phase: [row, ...]}.
 Table = Mapping[str, Mapping[int, float | None]]  # Columns of metrics: {metric: {step: value}}.
 
-# With the next two limits the page opens quickly. More detail would not be visible. All runs of a
+# The next two limits let the page open quickly. More detail would not be visible. All runs of a
 # page share the limits.
-MAX_POINTS = 800  # Points per curve, in a chart with up to four curves.
+MAX_POINTS = 800  # Points per curve. In a chart with more than four curves, each has fewer points.
 MAX_CELLS = 16_000  # Cells of a heat map.
 MIN_LOG_RATIO = 100  # Minimum ratio of large to small values for a logarithmic axis.
 CUT_RATIO = 2.5  # Values above this multiple of the 90th percentile are cut off in bars and cells.
-INTERVAL = re.compile(r"eval/.+/(low|high)")  # Metrics that bound an interval of another metric.
-# Metrics of undeclared charts in percent.
+INTERVAL = re.compile(r"eval/.+/(low|high)")  # Bounds of another metric's interval.
+# Metrics in percent. The unit of other metrics without a declared chart is "number".
 SHARE = re.compile(r"eval/(.+/)?(accuracy|greedy|pass@\d+|truncated_fraction)")
-VALUES = ("y", "low", "high")  # Fields of a curve with values.
-# A metric counts as constant up to this relative difference, near float32's precision.
+VALUES = ("y", "low", "high")  # Fields of a curve's dict that have its values.
+# Values with at most this relative difference count as equal. It is near float32's precision.
 SAME = 1e-6
 
 
@@ -43,11 +43,12 @@ def build_sections(runs: Sequence[ByPhase], ratio_marks: Sequence[Row] = ()) -> 
   """Returns the sections of the page with their charts.
 
   A metric without a declared chart has a chart at the end of the first section whose `rest` matches
-  the metric, or in the section "Other metrics".
+  the metric. If no `rest` matches, the chart is in the section "Other metrics".
 
   Args:
     runs: rows of each run by phase.
-    ratio_marks: values to mark in charts with unit="ratio", with their labels.
+    ratio_marks: values to mark in charts with unit="ratio". Each is a dict with the value, `at`,
+      and its `label`.
   """
   figures = [figure for section in SECTIONS for figure in section.figures]
   runs = [{phase: _columns(rows) for phase, rows in run.items()} for run in runs]
@@ -80,7 +81,8 @@ def _columns(rows: Sequence[Row]) -> Table:
 def _undrawn(runs: Sequence[Mapping[str, Table]], drawn: set[tuple[str, str]]) -> list[Figure]:
   """Returns a chart for each metric without a declared chart.
 
-  Excludes alarms, edges of bands, mini-batches of the cold start, and metrics that match UNDRAWN.
+  Excluded are alarms, edges of bands, metrics `minibatch/...` of the cold start, and metrics that
+  match UNDRAWN.
 
   drawn: phase and metric of each curve in a declared chart.
   """
@@ -107,7 +109,8 @@ def _undrawn(runs: Sequence[Mapping[str, Table]], drawn: set[tuple[str, str]]) -
 def _build_figures(figure: Figure, runs: Sequence[Mapping[str, Table]]) -> list[Row]:
   """Builds the charts of a figure; [] if no run has its metrics.
 
-  A figure of lines is one chart with the curves of all runs. Other figures are a chart per run.
+  If the figure's kind is "line", one chart has the curves of all runs. Otherwise each run has a
+  chart.
   """
   series = [
     curve | {"run": i}
@@ -123,7 +126,8 @@ def _build_figures(figure: Figure, runs: Sequence[Mapping[str, Table]]) -> list[
   common = {name: v for name, v in vars(figure).items() if name not in ("lines", "phases")}
   common["log"] = figure.log and figure.kind == "line" and wants_log(series)
   if figure.kind != "line":
-    # A stack's axis shows the sum of bars at each step, a heat map's colours show single values.
+    # The axis of a stack shows the sum of the bars at a step. The colours of a heat map show single
+    # values.
     if figure.kind == "heat":
       sizes = [y for s in series for y in s["y"] if y is not None]
     else:
@@ -151,7 +155,7 @@ def _build_figures(figure: Figure, runs: Sequence[Mapping[str, Table]]) -> list[
 def _usual_top(sizes: Sequence[float]) -> float:
   """Returns the largest size except outliers, such as steps with compilation.
 
-  Outliers exceed CUT_RATIO times the 90th percentile.
+  An outlier is larger than CUT_RATIO times the 90th percentile.
   """
   ordered = sorted(sizes) or [0.0]
   usual = ordered[int(0.9 * (len(ordered) - 1))]
@@ -161,9 +165,9 @@ def _usual_top(sizes: Sequence[float]) -> float:
 def mark_constants(series: Sequence[Row], kind: str = "line") -> None:
   """Sets `constant` and `count` of constant curves.
 
-  The page prints a metric as a line of text if its values are equal within each run. A metric of
-  stacked bars counts as constant only if it is 0, since other values add to a sum. A metric of a
-  heat map counts as constant only if it has no values.
+  A metric is constant if its values are equal within each run. The page prints such a metric as a
+  line of text. A metric of stacked bars is constant only if it is 0, since any other value changes
+  the height of the stack. A metric of a heat map is constant only if it has no values.
 
   Args:
     series: curves of a chart, changed in place.
@@ -187,9 +191,11 @@ def mark_constants(series: Sequence[Row], kind: str = "line") -> None:
 def wants_log(series: Sequence[Row]) -> bool:
   """Whether a linear axis would hide the smaller values of these curves.
 
-  This is so if no value is negative, at least five values and at least four fifths of all values
-  are positive, and the largest value is at least MIN_LOG_RATIO times the fifth percentile of the
-  positive values.
+  Returns True if all three conditions hold:
+
+    - No value is negative.
+    - At least five values are positive, and at least four fifths of all values.
+    - The largest value is at least MIN_LOG_RATIO times the fifth percentile of positive values.
   """
   values = sorted(v for s in series if "constant" not in s for v in _all_values(s))
   positive = [v for v in values if v > 0]
@@ -202,14 +208,15 @@ def _build_curves(figure: Figure, phase: str, table: Table, runs: int) -> Iterab
   """Yields the curves of a figure for one phase of a run.
 
   table: metrics of this phase and run.
-  runs: number of runs on the page, which share its limits.
+  runs: number of runs on the page. They share the limits MAX_POINTS and MAX_CELLS.
   """
   lines = [(line, *pair) for line in figure.lines for pair in _expand(line.key, table)]
   limit = MAX_POINTS // runs // (3 if figure.kind == "stack" else 1)
   limit = limit * 4 // max(4, len(lines))
   if figure.kind == "heat":
     limit = MAX_CELLS // runs // max(60, len(lines))
-  # In a stack a missing value is 0, since the stage did not run. Elsewhere it was not measured.
+  # A value that is missing in a stack is 0, since the stage did not run. A value that is missing in
+  # another chart was not measured.
   missing = 0.0 if figure.kind == "stack" else None
   common = sorted({step for _, key, _ in lines for step in table[key]})
   for line, key, name in lines:
@@ -245,7 +252,7 @@ def _all_values(curve: Row) -> list[float]:
 
 
 def _round_values(curve: Row) -> Row:
-  """Rounds the values of a curve to seven digits."""
+  """Rounds the values of a curve to seven significant digits."""
   return curve | {
     name: [v if v is None else float(f"{v:.7g}") for v in curve[name]]
     for name in VALUES
@@ -254,7 +261,7 @@ def _round_values(curve: Row) -> Row:
 
 
 def _expand(pattern: str, keys: Iterable[str]) -> list[tuple[str, str]]:
-  """Returns pairs: a metric of a `Line.key`, and its text in place of the braces."""
+  """Returns pairs of a metric that matches a `Line.key`, and its text at the braces."""
   if pattern in keys or not re.search(r"\{(i|name)\}", pattern):  # The name of a metric.
     return [(pattern, "")] if pattern in keys else []
   regex = re.escape(pattern).replace(r"\{i\}", r"(\d+)").replace(r"\{name\}", r"([^/]+)")
@@ -266,7 +273,7 @@ def _expand(pattern: str, keys: Iterable[str]) -> list[tuple[str, str]]:
 def thin(curve: Row, limit: int) -> Row:
   """Pools neighbouring points of a curve to at most `limit` points.
 
-  A pooled point has the last step, the mean value, and the extremes of the band.
+  A pooled point has the last step, the mean value and the widest band of its points.
   """
   count = len(curve["x"])
   if count <= limit:

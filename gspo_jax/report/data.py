@@ -1,7 +1,8 @@
 """Builds the content of a report except its responses, as JSON values.
 
-A report shows one run, or compares several runs in common charts. For each run, the report has
-answers (`overview`), warnings and settings. A comparison also has the differences of the settings.
+A report shows one run, or compares several runs in common charts. For each run, the report answers
+three questions (`overview.py`), and lists warnings and settings. A comparison also lists the
+settings that differ between the runs.
 """
 
 import dataclasses
@@ -50,7 +51,7 @@ def describe(runs: Sequence[Run]) -> Row:
   marks = [mark for run in runs for mark in clip_bounds(run.flat)]
   steps = {phase: [row["step"] for rows in by_phases for row in rows[phase]] for phase in titles}
   sections = build_sections(by_phases, [m for i, m in enumerate(marks) if m not in marks[:i]])
-  # View and section of each curve.
+  # View and section of each curve, by phase and metric.
   places = {
     (series["phase"], series["key"]): {"view": section["view"], "section": section["title"]}
     for section in sections
@@ -72,7 +73,7 @@ def describe(runs: Sequence[Run]) -> Row:
     },
     "differences": {
       "settings": differences([run.flat for run in runs]),
-      # Command and date differ between any two runs, so they are left out.
+      # Command and date are excluded, since they differ between any two runs.
       "code": differences([{**run.provenance, "command": None, "date": None} for run in runs]),
     },
     "sections": sections,
@@ -90,8 +91,8 @@ def describe_run(run: Run, by_phase: ByPhase, places: Mapping[tuple[str, str], R
 
   Args:
     run: the run.
-    by_phase: its rows by phase.
-    places: view and section of each curve, by phase and metric, for links from warnings.
+    by_phase: the run's rows of metrics by phase.
+    places: view and section of each curve, by phase and metric. A warning links to them.
   """
   alarms = [
     alarm | {"place": places.get((alarm["phase"], alarm["metric"]))} for alarm in warnings(by_phase)
@@ -130,9 +131,9 @@ def warnings(by_phase: ByPhase) -> Iterable[Row]:
 
 
 def differences(runs: Sequence[Mapping[str, Any]]) -> list[Row]:
-  """Returns the keys with different values in the runs, each with its values.
+  """Returns the keys with different values in different runs, and these values.
 
-  A value is a text; None for a run without the key.
+  A value is a text, or None if the run does not have the key.
   """
   keys = dict.fromkeys(key for run in runs for key in run)
   rows = [(key, [as_text(run[key]) if key in run else None for run in runs]) for key in keys]
@@ -142,8 +143,8 @@ def differences(runs: Sequence[Mapping[str, Any]]) -> list[Row]:
 def clip_bounds(flat: Mapping[str, Any]) -> list[Row]:
   """Returns the configured clip bounds, to mark them in charts.
 
-  Charts show the importance ratio, so only bounds of this ratio are returned. GMPO clips log-ratios
-  of tokens and DPPO a divergence, so for these losses the list is empty.
+  Charts show the importance ratio, so only bounds of this ratio are returned. For GMPO and DPPO the
+  list is empty: GMPO clips log-ratios of tokens, and DPPO clips a divergence.
   """
   if flat.get("objective.name") in ("gmpo", "dppo"):
     return []
@@ -190,7 +191,7 @@ EVALUATION = {  # Formats of the settings in the summary of a run with job=eval.
 
 
 def summarize(run: Run) -> list[str]:
-  """Returns texts on a run's main settings, and its commit."""
+  """Returns texts about a run's main settings and its commit."""
   flat, code = run.flat, run.provenance
   texts = []
   for key, text in dict(sft=COLD_START, eval=EVALUATION).get(flat.get("job"), SUMMARY).items():

@@ -12,10 +12,11 @@ from collections.abc import Mapping
 class Line:
   """One curve: a metric, optionally with a band between two other metrics."""
 
-  key: str  # Name of the metric. `{i}` matches any number, `{name}` any word: a curve for each.
-  label: str  # Printed name, which may have the same braces.
-  # A colour of static/style.css. If the key matches several metrics: `sequence` (shades of one
-  # colour), `cycle` (all colours in turn) or `stage` (the colours of STAGE_COLORS).
+  # Name of the metric. `{i}` matches any number, and `{name}` any word. Each match has a curve.
+  key: str
+  label: str  # Printed name of the curve. Braces are replaced by the matching number or word.
+  # A colour of static/style.css. A key with braces has `sequence` (shades of one colour), `cycle`
+  # (all colours in turn) or `stage` (the colours of STAGE_COLORS) instead.
   color: str
   low: str = ""  # Metric of the band's lower edge; "" for no band.
   high: str = ""  # Metric of the band's upper edge.
@@ -31,13 +32,13 @@ class Figure:
   title: str
   note: str  # Printed below the title.
   lines: tuple[Line, ...]
-  phases: tuple[str, ...] = ("rl",)  # Phases of a run whose metrics it shows.
+  phases: tuple[str, ...] = ("rl",)  # The chart shows metrics of these phases.
   unit: str = "number"  # Format of values: number, percent, seconds or ratio.
   kind: str = "line"  # "line", "stack" (bars), or "heat" (a row of colours for each curve).
   zero: bool = True  # Whether the axis always includes 0.
   wide: bool = False  # Whether the chart spans two columns of the page.
   overview: bool = False  # Whether the view "overview" shows this chart too.
-  log: bool = True  # Whether a log scale is allowed; it is used if `curves.wants_log`.
+  log: bool = True  # Whether the scale is logarithmic if `curves.wants_log` returns True.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +49,12 @@ class Section:
   title: str
   note: str  # Printed below the title.
   figures: tuple[Figure, ...]
-  # Regular expression of further metrics. Each undeclared metric takes a chart at the end.
+  # Regular expression. Each matching metric without a declared chart has a chart at the end of the
+  # section.
   rest: str = ""
 
 
-# The views (tabs) of a page in their order. A page opens with the first.
+# The views (tabs) of a page in their order. A page opens with the first view.
 VIEWS = {
   "overview": "Overview", "responses": "Responses", "learning": "Learning",
   "ratio": "Ratio and clipping", "router": "Router", "speed": "Speed and memory", "other": "More",
@@ -60,14 +62,15 @@ VIEWS = {
 BOTH = ("sft", "rl")
 # Phases with evaluations: during training, or in a run that only evaluates.
 HELD_OUT = ("rl", "eval")
-# Stages of a step in the order of a bar, from metrics time/STAGE. Other stages follow by name.
+# Order of the stages in a bar. A stage is STAGE in a metric time/STAGE. Stages that are not in this
+# list follow in alphabetical order.
 STAGES = (
   *("compile", "wait_for_sampler", "sample", "score", "logp", "update", "publish", "evaluate"),
   *("save", "report", "restart", "wait"),
 )
 
 
-# A stage has the same colour in all charts. Successive stages have different colours.
+# The colour of each stage, in all charts. Successive stages have different colours.
 STAGE_COLORS = dict(
   compile="grey", wait_for_sampler="green", sample="pink", score="teal", logp="orange",
   update="violet", publish="green", evaluate="blue", save="teal", report="amber",
@@ -80,14 +83,14 @@ def stage_order(stage: str) -> tuple[int, str]:
   return STAGES.index(stage) if stage in STAGES else len(STAGES), stage
 
 
-# Labels and colours of the verifier's outcomes.
+# Label and colour of each outcome of the verifier.
 OUTCOMES = {
   "right": "right teal", "wrong": "wrong grey", "unparsable": "unparsable violet",
   "error": "error pink", "timeout": "timeout amber", "memory": "memory green",
   "crash": "crash orange",
 }  # fmt: skip
 # Metrics without a chart: the time of day, and the volatility of each layer in each mini-batch.
-# The latter would be too many curves.
+# There would be too many curves of volatility.
 UNDRAWN = re.compile(r"minibatch/\d+/router/volatility/layer_\d+|wall/clock")
 
 
@@ -99,8 +102,8 @@ def _chart(
   Args:
     title: title of the chart.
     note: text below the title.
-    lines: the metric of a single curve; or a dict from the metric of each curve to its label and
-      colour, "LABEL COLOR".
+    lines: the metric of a single curve, or a dict for several curves. Its keys are metrics. Its
+      values are "LABEL COLOR", the label and the colour of a curve.
     band: metrics of the lower and upper edge of the first curve's band; "" for no band.
     **options: other fields of Figure.
   """
@@ -126,7 +129,7 @@ def _by_length(title: str, note: str, key: str, **options) -> Figure:
 
 
 def _by_segment(title: str, note: str, key: str, **options) -> tuple[Figure, Figure]:
-  """Builds two charts: by third of the response, and by segment."""
+  """Builds two charts: by third of the response, and by segment number."""
   positions = dict(first="blue", middle="violet", last="orange")
   thirds = {f"segment/{key}/{third}": f"{third} {color}" for third, color in positions.items()}
   line = {f"segment/{key}/{{i}}": "number {i} sequence"}
@@ -145,68 +148,73 @@ SECTIONS = (
     "learning", "Learning", "",
     _chart(
       "Held-out accuracy",
-      "mean over the problems, with the 95% interval",
+      "mean over the problems; the band is a 95% interval",
       {"eval/accuracy": "avg@k blue", "eval/greedy": "greedy orange"},
       ("eval/accuracy/low", "eval/accuracy/high"), phases=HELD_OUT, unit="percent", zero=False,
       wide=True, overview=True, log=False,
     ),
-    _chart("Reward", "mean and standard deviation over a rollout; mean over held-out responses",
+    _chart("Reward",
+           "mean and standard deviation over the responses of a rollout, and mean over the held-out"
+           " responses",
            {"reward/mean": "mean blue", "reward/std": "std grey",
             "eval/reward/mean": "held out orange"}, phases=HELD_OUT, overview=True, log=False),
     _chart("Entropy", "nats per token", "entropy", overview=True),
-    _chart("Response length", "tokens",
+    _chart("Response length", "tokens; the held-out curve is a mean",
            {"response_length/mean": "mean blue", "response_length/max": "longest grey",
             "eval/response_length/mean": "held out orange"}, phases=HELD_OUT, log=False),
     _chart(
       "Wasted samples",
-      "shares of responses truncated at the token limit, of responses without a verdict since the"
-      " verifier failed, and of groups with equal rewards, so without advantages",
+      "Truncated responses reached the token limit. In a group with equal rewards, all advantages"
+      " are 0. A response has no verdict if the verifier failed.",
       {"truncated_fraction": "truncated orange", "groups_without_spread": "equal rewards violet",
        "verifier/unknown": "no verdict pink",
        "eval/truncated_fraction": "truncated, held out amber"}, phases=HELD_OUT, unit="percent",
       log=False,
     ),
-    *(_chart(f"Verifier{suffix}", "share of the responses by outcome",
+    *(_chart(f"Verifier{suffix}", "share of the responses with each outcome",
              {f"{prefix}verifier/{name}": color for name, color in OUTCOMES.items()},
              unit="percent", kind="stack")
       for suffix, prefix in (("", ""), (", held out", "eval/"))),
-    _chart("Conversations",
-           "metrics of the environment, means over the conversations of a rollout",
+    _chart("Conversations", "averages over the conversations of a rollout",
            {"environment/{name}": "{name} cycle"}),
-    _chart("Tool calls", "mean per conversation",
+    _chart("Tool calls", "mean number in a conversation",
            {"environment/tool_calls": "rollouts blue", "eval/tool_calls": "held out orange"},
            phases=HELD_OUT, log=False),
-    _by_length("Reward", "mean over the responses of a length", "reward", log=False),
-    _by_length("Responses", "share of the responses of a length", "responses", unit="percent",
-               log=False),
+    _by_length("Reward", "mean over the responses of each length class", "reward", log=False),
+    _by_length("Responses", "share of each length class in the trained responses", "responses",
+               unit="percent", log=False),
     rest="(eval|verifier)/.+",
   ),
   _section(
     "learning", "Optimisation", "",
-    _chart("Gradient norm", "before clipping", "grad_norm", overview=True),
+    _chart("Gradient norm", "before clipping; the largest of an iteration's updates", "grad_norm",
+           overview=True),
     _chart("Loss", "the negated objective", "loss", zero=False),
     _by_minibatch("Loss", "", "loss", zero=False),
-    _chart("Advantage", "before the updates, with a band from smallest to largest",
+    _chart("Advantage",
+           "before the updates; the band is from the smallest to the largest advantage",
            {"advantage/mean": "mean blue", "advantage/std": "std grey"},
            ("advantage/min", "advantage/max"), log=False),
     _chart("Learning rate", "", "learning_rate", log=False),
-    _chart("Skipped updates", "number since the start, for a non-finite loss or gradient",
+    _chart("Skipped updates", "number so far; their loss or gradient was not finite",
            "updates_skipped", phases=BOTH),
   ),
   _section(
-    "learning", "Critic", "The value function, trained beside the policy.",
-    _chart("Explained variance", "of the returns: 1 for a perfect critic, 0 for a constant one",
+    "learning", "Critic", "The value function is trained together with the policy.",
+    _chart("Explained variance",
+           "explained share of the returns' variance; 1 for perfect values, 0 for constant values",
            "value/explained_variance", log=False),
-    _chart("Values and returns", "means over the tokens of the updates",
+    _chart("Values and returns", "means over the trained tokens",
            {"value/mean": "values blue", "return/mean": "returns orange"}, zero=False, log=False),
     _chart("Value loss", "mean over the updates", "value/loss"),
-    _chart("Gradient norm of the critic", "before clipping", "value/grad_norm"),
+    _chart("Gradient norm of the critic",
+           "before clipping; the largest of an iteration's updates", "value/grad_norm"),
     rest="(value|return)/.+",
   ),
   _section(
     "learning", "Distillation",
-    "Distance of the policy from its teacher, on the policy's responses.",
-    _chart("Reverse KL divergence", "estimated before the updates, nats per token",
+    "The policy is compared with its teacher on the policy's own responses.",
+    _chart("Reverse KL divergence", "nats per token, estimated before the updates",
            "distillation/reverse_kl", log=False),
     rest="distillation/.+",
   ),
@@ -222,49 +230,53 @@ SECTIONS = (
   ),
   _section(
     "ratio", "Ratio",
-    "Distance of the policy from the sampling policy.",
-    _chart("Importance ratio", "mean, with a band from smallest to largest",
+    "The importance ratio compares the policy with the old policy, which sampled the responses.",
+    _chart("Importance ratio", "mean; the band is from the smallest to the largest ratio",
            {"ratio/mean": "mean blue"}, ("ratio/min", "ratio/max"), unit="ratio", zero=False,
            wide=True),
-    _chart("Deviation of the ratio", "over all mini-batches",
+    _chart("Deviation of the ratio", "over all mini-batches of an iteration",
            {"ratio/std": "std violet", "ratio/deviation": "mean |ratio − 1| blue"}),
-    _by_minibatch("Ratio deviation", "mean |ratio − 1| of each update", "ratio/deviation"),
-    _by_minibatch("Ratio std", "of each update", "ratio/std"),
+    _by_minibatch("Ratio deviation", "mean |ratio − 1| at each update", "ratio/deviation"),
+    _by_minibatch("Ratio std", "standard deviation at each update", "ratio/std"),
     _by_length("Std of log s",
-               "log s: mean log-ratio of a response; standard deviation over responses of similar"
-               " length",
+               "log s is the mean log-ratio of a response's tokens. The standard deviation is over"
+               " the responses of a length class.",
                "log_ratio_std"),
     _chart("Effective length",
-           "(Σ |log w|)² / Σ (log w)² over a response's tokens: how many carry its log-ratio",
+           "mean number of tokens that carry a response's log-ratio, (Σ |log w|)² / Σ (log w)²,"
+           " where w is the ratio of a token",
            "ratio/effective_length"),
   ),
   _section(
-    "ratio", "Clipping", "Shares of clipped responses and tokens.",
-    *(_chart(f"Clipped {x}s", f"share of {units} that the loss clips",
-             {f"clip_fraction/{x}": "all blue", f"clip_fraction/{x}/low": "low (A < 0) teal",
-              f"clip_fraction/{x}/high": "high (A > 0) orange"}, unit="percent",
-             overview=x == "token")
-      for x, units in (("sequence", "responses"), ("token", "tokens"))),
-    *(_by_minibatch(f"Clipped {x}s", "share of each update", f"clip_fraction/{x}", unit="percent")
+    "ratio", "Clipping", "The loss clips large and small ratios. A is the advantage.",
+    *(_chart(f"Clipped {x}s", note, {
+        f"clip_fraction/{x}": "all blue", f"clip_fraction/{x}/low": "low (A < 0) teal",
+        f"clip_fraction/{x}/high": "high (A > 0) orange"}, unit="percent", overview=x == "token")
+      for x, note in (("sequence", "mean over the responses of the share of clipped tokens"),
+                      ("token", "share of clipped tokens"))),
+    *(_by_minibatch(f"Clipped {x}s", "share at each update", f"clip_fraction/{x}", unit="percent")
       for x in ("sequence", "token")),
-    *(_by_minibatch(f"Tokens clipped {side}", f"A {sign} 0; share of each update",
+    *(_by_minibatch(f"Tokens clipped {side}", f"share of tokens clipped at {bound}, at each update",
                     f"clip_fraction/token/{side}", unit="percent")
-      for side, sign in (("high", ">"), ("low", "<"), ("dual", "<"))),
-    _by_length("Clipped tokens", "share of the tokens of responses of a length", "clip_fraction",
-               unit="percent"),
-    _chart("Clip range", "distance of the nearer clip bound from a ratio of 1", "clip_range"),
+      for side, bound in (("high", "the upper bound, where A > 0"),
+                          ("low", "the lower bound, where A < 0"),
+                          ("dual", "the ratio objective.dual_clip, where A < 0"))),
+    _by_length("Clipped tokens", "share of clipped tokens in the responses of each length class",
+               "clip_fraction", unit="percent"),
+    _chart("Clip range", "distance from a ratio of 1 to the nearer clip bound", "clip_range"),
     rest="(clip_fraction|ratio)/.+",
   ),
   _section(
     "ratio", "Segments",
-    "Parts of a response, each with its own importance ratio, by position in the response.",
-    *_by_segment("Clipped segments", "share of the segments at a position", "clip_fraction",
-                 unit="percent"),
+    "A segment is a part of a response with its own importance ratio. Charts show the segments by"
+    " third of the response, or by their number in the response.",
+    *_by_segment("Clipped segments", "share of clipped segments", "clip_fraction", unit="percent"),
     *_by_segment("Gradient of segments",
-                 "sum of |∂ loss/∂ log π| over a segment's tokens, mean over the segments",
+                 "mean over the segments. The gradient of a segment is the sum of |∂ loss/∂ log π|"
+                 " over its tokens, where π is the probability of a token.",
                  "gradient"),
-    *_by_segment("Std of segments' ratios", "over the segments at a position", "ratio_std"),
-    _chart("Segments", "mean number per response, and mean length",
+    *_by_segment("Std of segments' ratios", "standard deviation over the segments", "ratio_std"),
+    _chart("Segments", "mean number of segments in a response, and of tokens in a segment",
            {"segment/count": "segments blue", "segment/length": "tokens orange"}),
   ),
   _section(
@@ -276,54 +288,60 @@ SECTIONS = (
   ),
   _section(
     "ratio", "Sampler against trainer",
-    "Log-probabilities of the same tokens with the same weights, before the first update. They"
-    " differ by rounding, not by learning. Only the curve “new to old policy” has the effect of"
-    " updates.",
-    _chart("Sampler against trainer", "|difference| of the two log-probabilities",
+    "Sampler and trainer compute the log-probability of each token with the same weights, before"
+    " the first update. The two numbers differ by rounding. Only the curve “new to old policy”"
+    " shows an effect of the updates.",
+    _chart("Sampler against trainer",
+           "|difference| of a token's two log-probabilities. For the curve “per sequence”, the"
+           " differences are first averaged over the tokens of a response.",
            {"mismatch/abs/mean": "mean blue", "mismatch/sequence/abs/mean": "per sequence teal",
             "mismatch/abs/max": "largest orange"}),
     _chart("Tail of ratios", "share of tokens with a ratio above 2 or below 1/2",
            {"mismatch/tail": "trainer to sampler blue", "ratio/tail": "new to old policy orange"},
            unit="percent"),
     _chart("Probe after publication",
-           "engine against trainer: mean |difference| of log-probabilities on fixed prompts",
+           "mean |difference| between the engine's and the trainer's log-probabilities on fixed"
+           " prompts",
            {"engine/probe/mean": "worst server blue"}),
     rest="(mismatch|correction)/.+",
   ),
   _section(
     "ratio", "Asynchrony", "Age of the weights that sampled the training data.",
-    _chart("Lag", "iterations between the sampling weights and the current ones",
+    _chart("Lag", "age of the weights, in iterations",
            {"lag/{name}": "{name} cycle"}, log=False),
     rest="(lag|by_age|off_policy)/.+",
   ),
   _section(
     "router", "Volatility",
-    "Share of a token's experts that changed since the rollout. The GSPO paper explains unstable"
-    " training of mixture-of-experts models by it.",
-    _chart("Volatility by layer", "a row per layer with experts, over all mini-batches",
+    "Volatility is the share of a token's experts that changed since the rollout. According to the"
+    " GSPO paper, such changes make the training of mixture-of-experts models unstable.",
+    _chart("Volatility by layer", "mean over all mini-batches; a row for each layer with experts",
            {"router/volatility/layer_{i}": "layer {i} sequence"}, unit="percent", kind="heat",
            wide=True),
-    _chart("Volatility", "over all mini-batches",
+    _chart("Volatility", "mean over all mini-batches",
            {f"router/volatility/{key}": text for key, text in {
              "mean": "mean blue", "max_layer": "largest layer orange"}.items()}, unit="percent",
            overview=True),
-    *(_by_minibatch(f"Volatility{suffix}", "share of each update", f"router/volatility/{key}",
-                    unit="percent")
+    *(_by_minibatch(f"Volatility{suffix}", "share of changed experts at each update",
+                    f"router/volatility/{key}", unit="percent")
       for suffix, key in (("", "mean"), (" of the largest layer", "max_layer"))),
   ),
   _section(
     "router", "Load and entropy", "",
-    _chart("Load balance", "1 is even", "router/load_balance", phases=BOTH, zero=False, log=False),
-    _chart("Busiest expert", "its share of a layer's assignments", "router/busiest_expert",
-           phases=BOTH, unit="percent", zero=False, log=False),
-    _chart("Router entropy", "nats", "router/entropy", phases=BOTH, zero=False, log=False),
-    _chart("Router z-loss", "before its coefficient", "router/z", phases=BOTH, zero=False),
+    _chart("Load balance", "1 if all experts have the same load", "router/load_balance",
+           phases=BOTH, zero=False, log=False),
+    _chart("Busiest expert", "largest share that an expert has of its layer's assignments",
+           "router/busiest_expert", phases=BOTH, unit="percent", zero=False, log=False),
+    _chart("Router entropy", "nats; mean over tokens and layers", "router/entropy", phases=BOTH,
+           zero=False, log=False),
+    _chart("Router z-loss", "before multiplication by its coefficient", "router/z", phases=BOTH,
+           zero=False),
     _chart("Dropped tokens", "must be 0", "router/dropped_tokens", phases=BOTH),
   ),
   _section(
     "router", "Replay",
-    "Difference between the trainer's experts and the sampler's. With replay, the volatility above"
-    " compares replayed experts with those that the router would choose itself.",
+    "Sampler and trainer may choose different experts for a token. If experts are replayed, the"
+    " charts of volatility compare the replayed experts with the router's own choice.",
     _chart("Sampler to trainer", "share of a token's experts that differ before the first update",
            "router/volatility/sampler", unit="percent"),
     rest="router/.+",
@@ -335,43 +353,44 @@ SECTIONS = (
     _chart("Time of the cold start", "seconds between two rows of metrics",
            {"time/{name}": "{name} stage"}, unit="seconds", kind="stack", phases=("sft",),
            overview=True),
-    _chart("Goodput", "share of the wall time since the first start, by stage",
+    _chart("Goodput", "share of each stage in the wall time since the run's first start",
            {"goodput/{name}": "{name} stage"}, unit="percent", kind="stack", phases=BOTH,
            log=False),
     _chart("Useful time",
-           "share of the wall time in sampling, scoring, log-prob passes and updates", "goodput",
-           unit="percent", phases=BOTH, zero=False, log=False),
-    _chart("Wall time", "seconds since the first start, with pauses between restarts",
+           "share of the wall time that sampling, scoring, log-prob passes and updates take",
+           "goodput", unit="percent", phases=BOTH, zero=False, log=False),
+    _chart("Wall time", "seconds since the run's first start, including interruptions",
            "wall/seconds", unit="seconds", phases=BOTH, log=False),
-    _chart("Within sampling", "seconds per step, by part of the sampling",
+    _chart("Within sampling", "seconds of each part of sampling, per step",
            {"time/sample/{name}": "{name} cycle"}, unit="seconds"),
-    _chart("Beside the updates", "seconds per batch, of a sampler on separate devices",
+    _chart("Beside the updates", "stages of a sampler on separate devices, seconds per batch",
            {"time/sampler/{name}": "{name} stage"}, unit="seconds", kind="stack"),
-    _chart("Throughput", "tokens per second, of an iteration and of decoding alone",
+    _chart("Throughput", "sampled tokens per second of an iteration, and per second of decoding",
            {"tokens_per_second": "iteration blue", "tokens_per_second/decode": "decoding teal"}),
-    _chart("Checkpoint", "seconds until it is on disk; training continues meanwhile",
+    _chart("Checkpoint", "seconds until a checkpoint is on disk, while training continues",
            "checkpoint/seconds", unit="seconds", phases=BOTH),
     rest="(time|wall)/.+",
   ),
   _section(
     "speed", "Utilisation and memory", "",
-    _chart("Model FLOPs utilisation", "of the updates, as a share of the devices' peak",
+    _chart("Model FLOPs utilisation", "share of the devices' peak that the updates reach",
            "mfu/update", unit="percent"),
-    _chart("FLOPS", "floating-point operations per second of the update",
+    _chart("FLOPS", "floating-point operations of the model per second of the updates",
            "flops_per_second/update"),
-    _chart("Peak memory", "GiB, since the start",
+    _chart("Peak memory", "largest memory since the process started, in GiB",
            {"memory/device_peak_gib": "device blue", "memory/host_peak_gib": "host orange"}),
-    _chart("Padding", "share of the updates' positions without a token", "padding",
-           unit="percent", log=False),
+    _chart("Padding", "share of positions without a token in the batches of the updates",
+           "padding", unit="percent", log=False),
     _chart("Tokens so far", "sampled since the first iteration", "total/tokens", log=False),
-    _chart("FLOPs so far", "of the model: sampling, passes without gradient, updates",
+    _chart("FLOPs so far",
+           "the model's operations in sampling, passes without gradient and updates",
            "total/flops", log=False),
     rest="(mfu|flops_per_second|memory|total|checkpoint)/.+",
   ),
   _section(
     "speed", "Sampler and engine", "",
     _chart("Slots and prefill",
-           "share of decoding slots in use, and of prefilled positions with a token",
+           "share of decoding slots in use, and share of prefilled positions that have a token",
            {"sampling/slot_utilisation": "slots blue",
             "sampling/prefill_utilisation": "prefill teal"}, unit="percent", log=False),
     rest="(sampling|engine)(/.+)?",

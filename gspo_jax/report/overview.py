@@ -1,9 +1,9 @@
 """Answers at the top of a report: is the run learning, healthy and fast?
 
 An answer is a dict. Its `state` is "good", "bad", "open" (unknown yet) or "plain" (neutral). The
-other fields are the `question`, the text `answer`, the reason `because`, and a list `facts`, which
-the page prints below. A fact is a dict with a `label` and a `value`: a number in its `unit`, or a
-text. A fact may also have an initial value, `before`, and a `note`.
+other fields are the `question`, its `answer`, a reason `because`, and a list of `facts`. The page
+prints the facts below the answer. A fact is a dict with a `label`, a `value` and a `unit`. The
+value is a number or a text. A fact may also have an initial value, `before`, and a `note`.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from gspo_jax.system.text import clock_text
 
 Rows = Sequence[Row]  # Rows of metrics, in the order of steps.
 
-SIGNIFICANT = 2.0  # A change of the reward counts above this number of standard errors.
+SIGNIFICANT = 2.0  # Number of standard errors above which a change of the reward is significant.
 ACCURACY = re.compile(r"eval/(.+/)?accuracy")
 
 
@@ -42,8 +42,8 @@ def answer(by_phase: ByPhase, alarms: Rows, flat: Mapping[str, Any]) -> list[Row
 def _learning(by_phase: ByPhase, flat: Mapping[str, Any]) -> Row:
   """Answers by the accuracy of evaluations, else by the reward.
 
-  If the accuracy rose but the reward fell, the state is "bad". A run without iterations of RL is
-  answered by the loss of its cold start. The state of a run that only evaluates is "plain".
+  If the accuracy rose but the reward fell, the state is "bad". If there are no iterations of RL,
+  the answer is about the loss of the cold start. If the run only evaluates, the state is "plain".
   """
   rows = by_phase["rl"]
   evaluated, facts = rows or by_phase["eval"], []
@@ -85,9 +85,9 @@ def _learning(by_phase: ByPhase, flat: Mapping[str, Any]) -> Row:
 
 
 def average(flat: Mapping[str, Any], key: str = "eval/accuracy") -> str:
-  """Returns the name of a mean accuracy, e.g. "avg@4" with four samples per problem.
+  """Returns the name of a mean accuracy, e.g. "avg@4" for four samples per problem.
 
-  Returns "avg@k" if the number of samples is unknown.
+  The name is "avg@k" if the number of samples is unknown.
   """
   benchmark = _benchmark(key)
   k = flat.get(f"eval.benchmarks.{benchmark}.samples" if benchmark else "eval.samples", "k")
@@ -95,12 +95,12 @@ def average(flat: Mapping[str, Any], key: str = "eval/accuracy") -> str:
 
 
 def assess_accuracy(rows: Rows, key: str = "eval/accuracy") -> tuple[str, str, str] | None:
-  """Returns state, answer and reason, by first, best and last evaluation.
+  """Returns state, answer and reason, from the first, best and last evaluation.
 
   Two accuracies differ if their 95% intervals do not overlap. Returns None if fewer than two
   evaluations have intervals.
 
-  key: name of the metric: the accuracy on held-out problems, or on a benchmark.
+  key: metric of the accuracy, on the held-out problems or on a benchmark.
   """
   measured = [row for row in rows if None not in map(row.get, (key, f"{key}/low", f"{key}/high"))]
   if len(measured) < 2:
@@ -117,9 +117,9 @@ def assess_accuracy(rows: Rows, key: str = "eval/accuracy") -> tuple[str, str, s
   if is_below(last, first):
     return "bad", "No, it got worse", comparison(first)
   if is_below(last, best):
-    return "bad", "It did, and lost some of it", comparison(best)
+    return "bad", "It did, but accuracy fell again", comparison(best)
   if is_below(first, last):
-    return "good", "Yes", f"{comparison(first)}; the 95% intervals are apart"
+    return "good", "Yes", f"{comparison(first)}; the 95% intervals do not overlap"
   return "open", "Not shown yet", f"{comparison(first)}; the 95% intervals overlap"
 
 
@@ -129,13 +129,14 @@ def _benchmark(key: str) -> str:
 
 
 def assess_reward(rows: Rows) -> tuple[str, str, str]:
-  """Returns state, answer and reason, by the first and last rewards.
+  """Returns state, answer and reason, from the first and last rewards.
 
-  The reward changed if its means over the first and the last tenth of the iterations (at least two)
-  differ by more than SIGNIFICANT standard errors. The standard deviation of an iteration's reward
-  is the larger of two estimates. The first uses differences between successive iterations, which a
-  trend hardly affects. The second uses the variances within the two tenths, and is right for
-  correlated iterations too.
+  The means over the first and the last tenth of the iterations are compared. A tenth has at least
+  two iterations. The reward changed if the means differ by more than SIGNIFICANT standard errors.
+  The standard deviation of an iteration's reward is the larger of two estimates. The first estimate
+  uses the differences between successive iterations, since a trend hardly affects them. The second
+  estimate uses the variances within the two tenths. It is the larger one if successive rewards are
+  similar.
   """
   rewards = _finite(rows, "reward/mean")
   if len(rewards) < 6:
@@ -146,7 +147,7 @@ def assess_reward(rows: Rows) -> tuple[str, str, str]:
   std = math.sqrt(statistics.fmean((b - a) ** 2 for a, b in itertools.pairwise(rewards)) / 2)
   std = max(std, math.sqrt(statistics.fmean(map(statistics.variance, tenths))))
   error = std * math.sqrt(2 / count)
-  text = f"training reward: {first:.3g} at first, {last:.3g} at the end, ± {error:.2g}"
+  text = f"training reward: {first:.3g} at first, {last:.3g} at the end; standard error {error:.2g}"
   if abs(last - first) <= SIGNIFICANT * error:
     return "open", "Not shown yet", text
   return ("good", "Yes", text) if last > first else ("bad", "No, the reward fell", text)
@@ -155,9 +156,9 @@ def assess_reward(rows: Rows) -> tuple[str, str, str]:
 def assess_loss(rows: Rows, flat: Mapping[str, Any]) -> tuple[str, str, str]:
   """Returns state, answer and reason of a cold start.
 
-  The loss on held-out demonstrations is assessed like a reward, with the opposite sign, and is
-  compared with `sft.target_loss`. If this loss is not measured, the training loss is assessed, and
-  not compared.
+  The loss on held-out demonstrations is assessed like a reward with the opposite sign. This loss is
+  also compared with `sft.target_loss`. If there is no such loss, the training loss is assessed
+  instead, but is not compared.
   """
   held_out = _finite(rows, "held_out_loss")
   name, values = ("held-out loss", held_out) if held_out else ("loss", _finite(rows, "loss"))
@@ -168,9 +169,9 @@ def assess_loss(rows: Rows, flat: Mapping[str, Any]) -> tuple[str, str, str]:
     because = f"{name}: {values[0]:.3g}; an answer needs six rows of metrics"
   target = flat.get("sft.target_loss") or 0
   if held_out and held_out[-1] <= target:
-    return "good", "Yes, down to its target", because
+    return "good", "Yes, the loss reached its target", because
   if held_out and target and state == "good" and rows[-1]["step"] == flat.get("sft.steps"):
-    return "open", "Yes, but not to its target", because
+    return "open", "Yes, but the loss missed its target", because
   return state, "No, the loss rose" if state == "bad" else text, because
 
 
@@ -186,9 +187,9 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
     - skipped updates in each of the last three rows
   """
   rows = by_phase["rl"]
-  # Step 0 has an evaluation but no update.
+  # Step 0 only evaluates.
   trained = [row for row in rows or by_phase["sft"] if row["step"] > 0]
-  # Skipped updates since the last start or resume.
+  # Cumulative numbers of skipped updates. A resumed run may count from 0 again.
   counts = [row.get("updates_skipped") or 0 for row in trained]
   skipped = [b - a if b >= a else b for a, b in itertools.pairwise([0, *counts])]
   dropped = max(_finite(trained, "router/dropped_tokens"), default=0)
@@ -213,7 +214,7 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
     ("bad", recent, f"{_count(len(recent), 'alarm')} at the end, listed below"),
     ("bad", dropped, f"experts dropped {_count(dropped, 'token')}"),
     (idle_state, idle, f"no learning: the gradient was 0 in all {idle} rows"),
-    ("bad", broken, f"loss or gradient was NaN in {_count(len(broken), 'row')}"),
+    ("bad", broken, f"loss or gradient was not finite in {_count(len(broken), 'row')}"),
     (skipped_state, sum(skipped), _count(sum(skipped), "skipped update")),
     ("open", alarms and not recent, f"{earlier} earlier, none at the end"),
   ]
@@ -222,7 +223,7 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
   if not trained:
     state, text, because = _nothing_yet(by_phase, "iterations")
   elif not states:
-    state, text, because = "good", "Yes", "no alarms; no update skipped, loss and gradient finite"
+    state, text, because = "good", "Yes", "no alarms, no skipped updates, finite loss and gradient"
   else:
     state, text = ("bad", "No") if "bad" in states else ("open", "Look closer")
   facts = [_fact("Alarms", float(len(alarms)))] if trained else []
@@ -242,7 +243,7 @@ def _fast(by_phase: ByPhase) -> Row:
   """
   rows = by_phase["rl"] or by_phase["sft"]
   times = [(step, stages) for step, stages, _ in _stage_times(rows)]
-  # Step 0 has an evaluation alone. A row of the cold start covers several updates.
+  # Step 0 only evaluates. A row of the cold start covers several updates.
   count, name = (1, "iteration") if by_phase["rl"] else (_updates_per_row(rows), "update")
   timed = [{k: s / count for k, s in stages.items()} for step, stages in times if step > 0]
   typical = _medians(_second_half(timed))
@@ -276,7 +277,7 @@ def _fast(by_phase: ByPhase) -> Row:
 def _nothing_yet(by_phase: ByPhase, missing: str) -> tuple[str, str, str]:
   """Returns state, answer and reason for a run without training rows."""
   if by_phase["eval"] and not (by_phase["rl"] or by_phase["sft"]):
-    return "plain", "Nothing was trained", "an evaluation alone"
+    return "plain", "Nothing was trained", "the run only evaluates"
   return "open", "Too early to say", f"no {missing} yet"
 
 
@@ -294,7 +295,7 @@ def timeline(rows: Rows) -> list[Row]:
   of a step. Each stage lists the times of its parts.
   """
   timed = _stage_times(rows)
-  timed = [times for times in timed if times[0] > 0] or timed  # Step 0 has an evaluation alone.
+  timed = [times for times in timed if times[0] > 0] or timed  # Step 0 only evaluates.
   if not timed:
     return []
   _, *later = zip(*_second_half(timed))
@@ -339,7 +340,7 @@ def _stage_times(rows: Rows) -> list[tuple[int, dict[str, float], dict[str, floa
 
 
 def _second_half(items: Sequence[Any]) -> Sequence[Any]:
-  """Returns the second half of a run: its first iterations compile."""
+  """Returns the second half of a run, since the first iterations compile."""
   return items[len(items) // 2 :]
 
 
@@ -370,9 +371,10 @@ def _change(label: str, values: Sequence[float], unit: str = "number") -> list[R
 
 
 def _trend(label: str, rows: Rows, key: str, unit: str = "number") -> list[Row]:
-  """Returns a list with one fact, a metric's mean over its last tenth.
+  """Returns a list with one fact, the mean of a metric's last values.
 
-  `before` is the mean over the first tenth. Returns [] if the metric has no values.
+  The mean is over the last tenth of the values. `before` is the mean over the first tenth. Returns
+  [] if the metric has no values.
   """
   values = _finite(rows, key)
   count = max(1, len(values) // 10)

@@ -33,8 +33,8 @@ class RunningReport:
 
   Args:
     workdir: directory of the run.
-    active: whether this process writes the report. In a run of several processes, it must be True
-      for one process alone.
+    active: whether this process writes the report. In a run of several processes, `active` must be
+      True in exactly one process.
     clock: function that returns the time in seconds.
   """
 
@@ -118,7 +118,7 @@ def read_metrics(path: Path) -> list[Row]:
 
 
 def unique_names(folders: Sequence[Path]) -> list[str]:
-  """Returns unique names of the directories: the shortest ends of their paths.
+  """Returns a name of each directory: the shortest unique end of its path.
 
   Raises:
     ValueError: a directory is repeated.

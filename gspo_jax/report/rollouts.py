@@ -1,8 +1,8 @@
 """Reads the logged responses of runs for a report, as JSON values.
 
-Responses are grouped by step and prompt, and long responses are shortened. The page colours a token
-by its log-ratio: the log-probability after the updates minus that of the old policy. So a response
-with log-ratios also has its tokens.
+Responses are grouped by step and prompt, and long responses are shortened. The page colours each
+token by its log-ratio. This is its log-probability after the updates minus its log-probability
+under the old policy. A response with log-ratios also has a list of its tokens.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from gspo_jax.runs import metrics
 from gspo_jax.runs.metrics import Row
 from gspo_jax.system.text import visible
 
-# With these limits the page opens quickly.
+# These limits let the page open quickly.
 MAX_CHARACTERS = 4000  # Characters of one response.
 MAX_TOKENS = 1_000_000  # Tokens with a log-ratio on the whole page.
 POLICY = "policy"  # Role of the policy's turns in a record (sampling/transcript.py).
@@ -99,8 +99,8 @@ def _group(records: Sequence[Row], path: Path) -> list[Row]:
     for name, kind in REQUIRED_FIELDS.items():
       if not isinstance(record.get(name), kind):
         raise ValueError(
-          f"{path}: response {number} has {name}={record.get(name)!r:.40}, which is no text: "
-          "remove this response's line"
+          f"{path}: response {number} has {name}={record.get(name)!r:.40}, which is not a text: "
+          "remove the line of this response"
         )
     step, name, held_out = record["step"], record["prompt_id"], bool(record.get("eval"))
     if (step, name, held_out) not in groups:
@@ -173,13 +173,16 @@ def _turns(record: Row) -> list[Row]:
 def _color(record: Row) -> Row:
   """Returns a record's fields for the page, with tokens and log-ratios.
 
-  Optional fields are `clipped_tokens` (1 for a clipped token), and `segments` (the number of each
-  token's segment) with `segment_figures` (ratio and gradient of each segment). The environment's
-  turns are inserted as tokens without log-ratio, at the indices `observations`.
+  Optional fields:
 
-  The response or its turns are omitted if the joined tokens equal the text of the response or of
-  the policy's turns. The texts differ if a character is split into several tokens, or decoding
-  drops a special token.
+    - `clipped_tokens`: 1 for a clipped token, 0 for any other token.
+    - `segments`: number of each token's segment.
+    - `segment_figures`: ratio and gradient of each segment, by number.
+    - `observations`: indices of the environment's turns. Each turn is inserted as one token without
+      log-ratio.
+
+  The field `response` or `turns` is omitted if the joined tokens are equal to its text. The text
+  differs if a character is split into several tokens, or if decoding drops a special token.
   """
   tokens, count = [visible(token) for token in record["tokens"]], len(record["tokens"])
   clipped = record.get("clipped_tokens")
@@ -209,8 +212,8 @@ def _color(record: Row) -> Row:
 def _insert_observations(columns: Sequence[list], turns: Sequence[Row]) -> list[list]:
   """Inserts each turn of the environment as one token without log-ratio.
 
-  columns: lists with a value per sampled token: its text, its log-ratio, whether it is clipped, its
-    segment, and False (it is no observation).
+  columns: five lists, each with a value per sampled token. The values are the token's text,
+    log-ratio, clip flag and segment number, and False. The last list has True for inserted turns.
   """
   spans, position = [], 0
   for turn in turns:
@@ -243,7 +246,7 @@ def _segments(record: Row, count: int) -> list[int | None]:
 def _cut(tokens: list[str], *columns: list) -> list[list]:
   """Replaces the middle of a long response by a mark.
 
-  columns: further values per token. The mark has None in each.
+  columns: further lists with a value per token. The value of the mark is None.
   """
   ends = list(itertools.accumulate(map(len, tokens)))
   if ends[-1] <= MAX_CHARACTERS:
@@ -258,9 +261,12 @@ def _cut(tokens: list[str], *columns: list) -> list[list]:
 def _quantize(samples: Iterable[Row]) -> Row:
   """Replaces log-ratios by whole multiples of a `unit`, for a smaller page.
 
-  Returns a dict: the unit, the size of a log-ratio with the strongest colour (`scale`), the number
-  of responses with log-ratios (`colored`), and whether any response has `clipped` tokens or
-  `segments`.
+  Returns a dict with these fields:
+
+    - `unit`: the unit of log-ratios.
+    - `scale`: absolute value from which a log-ratio has the strongest colour.
+    - `colored`: number of responses with log-ratios.
+    - `clipped`, `segments`: whether any response has clipped tokens or segments.
   """
   colored = [sample for sample in samples if "log_ratio" in sample]
   sizes = [abs(v) for sample in colored for v in sample["log_ratio"] if _finite(v)] or [1.0]

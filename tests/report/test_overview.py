@@ -28,7 +28,7 @@ def evaluated(*accuracies):
     ((0.3, 0.5), "good", "Yes"),
     ((0.3, 0.39), "open", "Not shown yet"),
     ((0.5, 0.3), "bad", "No, it got worse"),
-    ((0.3, 0.9, 0.6), "bad", "It did, and lost some of it"),
+    ((0.3, 0.9, 0.6), "bad", "It did, but accuracy fell again"),
     ((0.3,), "open", "Too early to say"),
   ],
 )
@@ -85,8 +85,8 @@ def sft(step, **values):
 @pytest.mark.parametrize(
   "last, steps, state, answer",
   [
-    (0.1, 60, "good", "Yes, down to its target"),
-    (0.4, 60, "open", "Yes, but not to its target"),
+    (0.1, 60, "good", "Yes, the loss reached its target"),
+    (0.4, 60, "open", "Yes, but the loss missed its target"),
     (0.4, 90, "good", "Yes"),
   ],
 )
