@@ -3,8 +3,8 @@
 import dataclasses
 
 GIB = 2**30
-# Fraction of a GPU's memory for arrays, if the user sets XLA_PYTHON_CLIENT_MEM_FRACTION to it. The
-# rest is for CUDA, buffers of NCCL, and workspaces of cuDNN and cuBLAS.
+# Assumed fraction of a GPU's memory for arrays. The user has to set XLA_PYTHON_CLIENT_MEM_FRACTION
+# to this value. The rest is for CUDA, buffers of NCCL, and workspaces of cuDNN and cuBLAS.
 GPU_FRACTION = 0.92
 
 
@@ -26,8 +26,8 @@ class Chip:
   flops: float  # bfloat16, per second
   hbm: float  # bytes
   hbm_speed: float  # bytes per second
-  ici_speed: float  # bytes per second, sum over links, both directions
-  network: float  # bytes per second each way to other slices (GPUs: hosts), per chip
+  ici_speed: float  # bytes per second, summed over all links and both directions
+  network: float  # bytes per second in each direction to other slices (of GPUs: to other hosts)
   axes: int  # axes of the torus; 1 for GPUs
   clock: float  # cycles per second
   host: str  # value of TPU_ACCELERATOR_TYPE for one host; "" for GPUs
@@ -38,27 +38,30 @@ class Chip:
 
   @property
   def usable(self) -> float:
-    """Bytes for arrays."""
+    """Bytes that arrays may use."""
     return self.hbm * GPU_FRACTION if self.cuda else self.hbm
 
   @property
   def ring_speed(self) -> float:
-    """Bytes per second that a device sends over both links of a torus axis."""
+    """Bytes per second that a device sends along one axis of the torus.
+
+    Each axis has two links, one to each neighbour.
+    """
     return self.ici_speed / 2 / self.axes / self.devices
 
 
 _MORE = 32 * 2**20  # the limit of vector memory on later chips
 
 # Values per chip, from https://docs.cloud.google.com/tpu/docs/v5p and the pages of the other chips.
-# Speed of memory: versions of a page differ, 800 or 819 GB/s for v5e and 1600 or 1638 GB/s for v6e.
-# CHIPS has the larger values. The tpu7x page also has the larger value for v6e. Capacities in GB
-# are taken as GiB.
-# Links: the v4 page has no figure. Other sources quote 6 links of 50 GB/s each way from
-# arXiv:2304.01433 (its table was not checked). Measured speeds are lower: 45 GB/s per link of v4
-# and v5e instead of 50, and 90 for v5p, v6e and tpu7x instead of 100
-# (https://jax-ml.github.io/scaling-book/tpus).
+# Speed of memory: versions of a page name 800 or 819 GB/s for v5e, and 1600 or 1638 GB/s for v6e.
+# CHIPS has the larger values. The tpu7x page also has the larger value for v6e. A capacity of n GB
+# is taken as n GiB.
+# Links: the v4 page has no figure. Other sources cite arXiv:2304.01433 for 6 links of 50 GB/s in
+# each direction; the table of that paper was not checked. Measured speeds are lower than those in
+# CHIPS: a link of v4 and v5e has 45 GB/s instead of 50, and a link of v5p, v6e and tpu7x has 90
+# instead of 100 (https://jax-ml.github.io/scaling-book/tpus).
 # Network of the data centre: 50 Gbit/s per chip of v5p, 100 Gbit/s per chip of v6e and tpu7x, and
-# 6.4 Tbit/s for 256 chips of v5e. The v4 page has no figure, so v4 has that of v5p.
+# 6.4 Tbit/s for 256 chips of v5e. The v4 page has no figure, so v4 has the speed of v5p.
 # Clock: the frequency at which the matrix units reach the peak.
 CHIPS = {
   "v4": Chip(275e12, 32 * GIB, 1.2e12, 600e9, 6.25e9, 3, 1.05e9, "v4-8", ("TPU v4",)),
@@ -77,10 +80,11 @@ _HOPPER = Cuda((9, 0), 132, 128, 228 * 1024, 50 * 2**20)
 _AMPERE = Cuda((8, 0), 108, 64, 164 * 1024, 40 * 2**20)
 _BLACKWELL = Cuda((10, 0), 148, 128, 228 * 1024, 126 * 2**20)
 
-# NVIDIA's data sheets of the SXM modules: dense bfloat16 without sparsity, NVLink as the sum of
-# both directions, and one network adapter per GPU of a DGX (200 Gbit/s of A100, else 400). NVLink
-# joins the GPUs of a host by switches: one axis, without neighbours. The memory is what CUDA
-# reports: in GiB, a little less than the data sheet's number of GB.
+# Values from NVIDIA's data sheets of the SXM modules. FLOP/s are those of dense bfloat16 without
+# sparsity. The speed of NVLink is the sum of both directions. Each GPU of a DGX has one network
+# adapter, with 200 Gbit/s for A100 and 400 Gbit/s for the other GPUs. Switches connect all GPUs of
+# a host by NVLink, so there is one axis. The memory is the size that CUDA reports. Its number of
+# GiB is a little below the data sheet's number of GB.
 GPUS = {
   "a100": Chip(312e12, 79.2 * GIB, 2.039e12, 600e9, 25e9, 1, 1.41e9, "",
                ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"), cuda=_AMPERE),
@@ -110,7 +114,7 @@ class Device:
 def peak_flops(kind: str) -> float | None:
   """Returns the peak FLOP/s of one device in bfloat16. None for an unknown device.
 
-  An unlisted board of a GPU has the peak of its SXM module.
+  If GPUS lists a GPU but not this board of it, the peak is that of the SXM module.
 
   Args:
     kind: `Device.device_kind`.
@@ -122,7 +126,7 @@ def peak_flops(kind: str) -> float | None:
 
 
 def memory(kind: str) -> float | None:
-  """Returns bytes for arrays on one JAX device. None for an unknown `kind`."""
+  """Returns the bytes for arrays on one JAX device. None for an unknown `kind`."""
   chip = find(kind)
   return chip and chip.usable / chip.devices
 

@@ -33,6 +33,10 @@ def place(name: str) -> epath.Path:
 def located(name: str, key: str) -> epath.Path:
   """Returns the path named by a key.
 
+  Args:
+    name: value of the key.
+    key: name of the key, for error messages.
+
   Raises:
     ValueError: the scheme is not supported, or the bucket cannot be reached; the message names the
       key.
@@ -56,7 +60,7 @@ def check_writable(key: str, directory: str | os.PathLike) -> None:
   """Raises ValueError if the directory cannot be created or written to.
 
   Args:
-    key: key or flag with its value, the beginning of the error message.
+    key: key or flag with its value. Error messages begin with this text.
     directory: the directory, which need not exist.
   """
   path = Path(directory)
@@ -73,7 +77,7 @@ def check_writable(key: str, directory: str | os.PathLike) -> None:
 
 
 def _exists(path: Path) -> bool:
-  """Whether a path exists, broken links included. Raises OSError, e.g. for too long a name."""
+  """Whether there is a file, a directory or a link. Raises OSError, e.g. if a name is too long."""
   try:
     path.lstat()
   except (FileNotFoundError, NotADirectoryError):
@@ -119,7 +123,7 @@ def seal(value: Any) -> str:
 
 
 def unseal(text: str | bytes) -> Any:
-  """Returns the value of `seal`'s text. Raises ValueError if the text has changed."""
+  """Returns the value in a text of `seal`. Raises ValueError if the text was changed."""
   try:
     sealed = json.loads(text)
     value = sealed["value"]

@@ -37,8 +37,9 @@ def join() -> None:
     jax.distributed.initialize(**numbers)
   except (ValueError, RuntimeError) as error:
     raise ValueError(
-      f"jax.distributed.initialize: {error}; on a single host set --config.distributed=false, "
-      "otherwise JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in the environment"
+      f"jax.distributed.initialize: {error}; on a single host set --config.distributed=false; on "
+      "several hosts set the environment variables JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and "
+      "JAX_PROCESS_ID"
     ) from error
 
 
@@ -55,7 +56,10 @@ def broadcast(value: Any) -> Any:
 
 
 def gather(number: int) -> list[int]:
-  """Returns each process's `number`, 0 to 2**32 - 1, in the order of processes. Collective."""
+  """Returns the numbers of all processes, in the order of processes. Collective.
+
+  number: this process's number, from 0 to 2**32 - 1.
+  """
   if jax.process_count() == 1:
     return [number]
   return multihost_utils.process_allgather(np.uint32(number)).tolist()
@@ -65,8 +69,8 @@ def run_on_first_host(work: Callable[[], T], otherwise: type[Exception] = Runtim
   """Runs `work` on the first process, and returns the result on all processes. Collective.
 
   If `work` raises an error, the first process raises this error. The other processes raise an error
-  with the same text: a ValueError if `work` raised one, else an error of type `otherwise`. So all
-  processes stop, and no process waits for another.
+  with the same text. Its type is ValueError if `work` raised a ValueError, and `otherwise` in all
+  other cases. So all processes stop, and no process waits for another.
   """
   result = error = None
   if is_first():

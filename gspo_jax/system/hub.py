@@ -30,7 +30,7 @@ from gspo_jax.system.transfer import Transfer
 # Names of repositories. A path that begins with a dot or a slash does not match.
 _ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
 _COMMIT = re.compile("[0-9a-f]{40}")
-SMALL = ("*.json", "*.jinja", "*.txt", "tokenizer.model")  # Files of `Repository.directory`.
+SMALL = ("*.json", "*.jinja", "*.txt", "tokenizer.model")  # Files in `Repository.directory`.
 AT_ONCE = 8  # Number of concurrent downloads, as in `huggingface_hub`.
 
 
@@ -39,7 +39,7 @@ class HubError(ValueError):
 
 
 def is_id(name: str) -> bool:
-  """Whether `name` names a repository. The name of an existing path does not."""
+  """Whether `name` is the name of a repository, and not of an existing path."""
   return bool(_ID.fullmatch(name)) and not os.path.exists(name)
 
 
@@ -86,7 +86,7 @@ def directory(name: str) -> epath.Path:
   path = place(name)
   if "://" in name:
     with contextlib.suppress(FileNotFoundError), _raise_file_errors(path):
-      next(path.iterdir(), None)  # Raises if reading is not permitted; `exists` does not.
+      next(path.iterdir(), None)  # `exists` would not raise an error if reading is not permitted.
   return path
 
 
@@ -144,7 +144,10 @@ class Repository:
 
   @functools.cached_property
   def files(self) -> list[str]:
-    """Names of the cached files, if weights or their index are among them; else of all files."""
+    """Names of the cached files, or of all files at the hub.
+
+    The cached files are sufficient if weights or their index are among them.
+    """
     from huggingface_hub import HfApi
 
     local = [path.name for path in self.directory.iterdir()]
@@ -172,7 +175,8 @@ class Repository:
       total = sum(remote.size for remote in remotes)
       with (
         concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool,
-        # After an error the transfer closes before the pool, and so ends the pool's threads.
+        # After an error the transfer closes before the pool. `Transfer.add` then raises errors,
+        # which end the pool's threads.
         Transfer(f"downloading {self.id}", total, active=hosts.is_first()) as transfer,
       ):
         list(pool.map(functools.partial(_Remote.download, transfer=transfer), remotes))
@@ -195,7 +199,8 @@ class _Remote:
   repository: Repository
   file: str
   url: str
-  # Signed URL of the storage behind the hub, valid for about an hour; or a URL of the hub itself.
+  # URL of the file's bytes: a URL of the hub itself, or a signed URL of the storage behind the hub,
+  # which is valid for about an hour.
   location: str
   size: int
   blob: Path  # Path of the whole file in the cache.
@@ -279,7 +284,7 @@ class _Remote:
 
 
 class _CountingFile(io.BufferedWriter):
-  """A file for appending, whose new bytes count in a transfer."""
+  """A file for appending. Counts the written bytes in a transfer."""
 
   def __init__(self, path: Path, transfer: Transfer):
     super().__init__(io.FileIO(path, "ab"))
@@ -293,7 +298,7 @@ class _CountingFile(io.BufferedWriter):
 
 @functools.cache
 def _no_bar() -> type:
-  """Returns a class of hidden progress bars for the library. `Transfer` shows progress."""
+  """Returns a class of hidden progress bars for the library, since `Transfer` shows progress."""
   from tqdm import tqdm
 
   class NoBar(tqdm):
@@ -338,7 +343,10 @@ def _reason(error: BaseException, name: str, file: str) -> str:
   if isinstance(error, errors.RevisionNotFoundError):
     return f"{id_} has no revision {revision!r}: {page}/tree/main lists the existing ones"
   if isinstance(error, errors.OfflineModeIsEnabled | errors.LocalEntryNotFoundError):
-    return f"{name} is not (whole) in {cache}, and HF_HUB_OFFLINE is set: unset it, or set HF_HOME"
+    return (
+      f"{name} is not completely in {cache}, and HF_HUB_OFFLINE is set: unset HF_HUB_OFFLINE, or "
+      "set HF_HOME to another cache"
+    )
   if isinstance(error, errors.EntryNotFoundError):
     return f"{name} has no {file}: {page}/tree/main lists the existing ones"
   if status in (401, 403):
@@ -346,8 +354,8 @@ def _reason(error: BaseException, name: str, file: str) -> str:
   if isinstance(error, httpx2.HTTPError | ConnectionError):
     reason = f"status {status}" if status else f"{type(error).__name__}: {error}"
     return (
-      f"{id_} is not a local directory and not (whole) in {cache}, and {constants.ENDPOINT} does "
-      f"not answer as it should ({reason}): try again; the downloaded part is kept"
+      f"{id_} is not a local directory and not completely in {cache}, and {constants.ENDPOINT} "
+      f"does not answer as expected ({reason}): try again; the downloaded part is kept"
     )
   path = getattr(error, "filename", None) or constants.HF_HUB_CACHE
-  return f"{path}: {getattr(error, 'strerror', None) or error}; HF_HOME sets the cache's directory"
+  return f"{path}: {getattr(error, 'strerror', None) or error}; HF_HOME sets the cache directory"

@@ -5,7 +5,9 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-DEEPEST = 200  # Maximum depth of nesting, since code that prints or writes values is recursive.
+# Maximum depth of nested values. Code that prints or writes values is recursive, and would fail for
+# deeper values.
+DEEPEST = 200
 
 
 def parse(text: str | bytes) -> Any:
@@ -49,7 +51,10 @@ def read_object(path: Any) -> dict[str, Any]:
 
 
 def typed(key: str, value: Any, kind: type) -> Any:
-  """Returns a JSON value as type `kind`. Raises ValueError, naming `key`, for another type."""
+  """Returns a JSON value as type `kind`. Raises ValueError if the value has another type.
+
+  key: name of the value in the error message.
+  """
   number = isinstance(value, int | float) and not isinstance(value, bool)
   in_json = list if kind is tuple else kind
   if not (number if kind is float else type(value) is in_json):

@@ -20,9 +20,10 @@ FILE = "lock"
 def alone_in(*directories: str | os.PathLike) -> Iterator[None]:
   """Locks directories for this run, and creates missing ones.
 
-  The first process takes the locks for all processes. The locks end with the context; if the
-  process is killed, the kernel releases them. On NFS, locks also exclude runs on other machines. If
-  a file system has no locks, a warning is printed. Directories in buckets (gs://) are not locked.
+  The first process takes the locks for all processes. The locks are released at the end of the
+  context, or by the kernel if the process is killed. On NFS, locks also exclude runs on other
+  machines. If a file system has no locks, a warning is printed. Directories in buckets (gs://) are
+  not locked.
 
   Raises:
     ValueError: another run has locked a directory. All processes raise this error.
@@ -65,8 +66,8 @@ def _lock(file: TextIO, kind: int, directory: Path) -> None:
     if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
       file.seek(0)
       raise ValueError(
-        f"another run is in {directory} ({file.read(200).strip() or 'unknown'}): wait for its "
-        "end, or set another --workdir and checkpoint.directory"
+        f"another run is in {directory} ({file.read(200).strip() or 'unknown'}): wait until that "
+        "run ends, or set another --workdir and checkpoint.directory"
       ) from error
     sys.stderr.write(
       f"warning: {directory / FILE} cannot be locked ({error.strerror}); do not start a second run "

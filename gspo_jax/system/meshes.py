@@ -1,4 +1,4 @@
-"""Meshes of real devices, or of absent ones described by `accelerators.Device`."""
+"""Meshes of real devices, or of absent devices, which `accelerators.Device` describes."""
 
 import contextlib
 from collections.abc import Sequence

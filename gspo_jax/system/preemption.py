@@ -2,7 +2,7 @@
 
 TPU VMs, Kubernetes, Slurm and most other platforms send SIGTERM, the *notice*, before they take a
 machine away. A run also saves and ends after Ctrl-C and SIGHUP. The same command resumes the run.
-If there are several hosts, JAX passes the notice from one host to the rest, and all hosts stop at
+If there are several hosts, JAX passes the notice from one host to all others, and all hosts stop at
 the same call of `check`.
 """
 
@@ -22,14 +22,15 @@ from jax.experimental import multihost_utils
 from gspo_jax.system import stops
 
 EXIT_CODE = stops.TRY_AGAIN
-# Grace period in seconds. Kubernetes, Slurm and preemptible machines of Google usually send SIGKILL
-# 30 s after SIGTERM. The run must end before SIGKILL, with the exit code that causes a restart.
+# Grace period on these platforms, in seconds. Kubernetes, Slurm and preemptible machines of Google
+# usually send SIGKILL 30 s after SIGTERM. The run must end before SIGKILL, since only EXIT_CODE
+# causes a restart.
 PLATFORM_S = 28.0
 BOARD = Path("/sys/class/dmi/id/product_name")  # File with the name of the machine (Linux).
 
 
 class Preempted(Exception):
-  """Raised by `check` after a signal to this process, or to another process of the run.
+  """Raised by `check` or `watch` after a signal to any process of the run.
 
   Attributes:
     code: exit code of the process.
@@ -44,7 +45,7 @@ class Preempted(Exception):
 def grace(seconds: float | None) -> float | None:
   """Returns the grace period in seconds: `seconds`, or the platform's if `seconds` is None.
 
-  Returns None for an unknown platform: saving then has no time limit.
+  Returns None if the platform is unknown too. Saving then has no time limit.
   """
   if seconds is not None:
     return seconds
@@ -59,10 +60,11 @@ class _Watch:
   def __init__(self, grace_s: float | None):
     self.grace_s = grace_s
     self.describe: Callable[[], str] = lambda: "its files on disk"
-    self.first: int | None = None  # Number of the first signal; None before it.
+    self.first: int | None = None  # Number of the first signal; None if there was no signal.
     self.due = False  # Whether the next `check` raises Preempted.
     self.timer: threading.Timer | None = None  # Ends the process after the grace period.
-    # Time of the last `check`, and longest time between two checks since `too_long`, in seconds.
+    # Time of the last `check`, and longest time between two successive checks, in seconds. Calls of
+    # `too_long` reset the longest time.
     self.checked, self.longest = time.monotonic(), 0.0
 
   @property
@@ -86,7 +88,7 @@ class _Watch:
       self.start_grace_period()
 
   def start_grace_period(self) -> None:
-    """Starts the grace period. After it, a timer ends this process without saving."""
+    """Starts the grace period. A timer ends this process without saving after the grace period."""
     self.due = True
     if self.timer is not None:
       return
@@ -98,7 +100,7 @@ class _Watch:
       self.timer.start()
 
   def give_up(self) -> None:
-    late = f"{self.grace_s:g} s after the notice: unsaved work is lost"
+    late = f"the grace period of {self.grace_s:g} s is over, so unsaved work is lost"
     self.end(signal.SIGTERM, late)
 
   def end(self, number: int, reason: str) -> NoReturn:
@@ -118,10 +120,10 @@ def watch(grace_s: float | None) -> Iterator[None]:
   signal ends the process at once. The grace period begins with the notice. If the context has not
   ended after the grace period, the process ends without saving.
 
-  If `jax.distributed` is initialized, JAX handles the notice. Only the `check` at which all hosts
-  stop starts the grace period. A watch inside another watch has no effect.
+  If `jax.distributed` is initialized, JAX handles the notice. The grace period then begins at the
+  `check` at which all hosts stop. A watch inside another watch has no effect.
 
-  grace_s: grace period in seconds; None for the platform's.
+  grace_s: grace period in seconds. None means the platform's grace period.
   """
   global _watch
   if _watch is not None:
@@ -143,7 +145,8 @@ def watch(grace_s: float | None) -> Iterator[None]:
 def check() -> None:
   """Raises `Preempted` after a signal.
 
-  All hosts must call this function equally often, since they stop at the call of the same number.
+  All hosts must call this function equally often. They stop at the same call, counted from the
+  start of the process.
   """
   if thread_check := getattr(_thread_check, "check", None):
     return thread_check()
@@ -161,9 +164,9 @@ def check() -> None:
 
 
 def too_long() -> str:
-  """Returns a warning if two checks were further apart than the grace period; else "".
+  """Returns a warning if two successive checks were further apart than the grace period.
 
-  Only the checks since the previous call of this function count.
+  Returns "" if they were not. Only checks since the previous call of this function count.
   """
   if _watch is None or _watch.grace_s is None:
     return ""
@@ -172,22 +175,24 @@ def too_long() -> str:
     return ""
   return (
     f"warning: the run checks for a notice (SIGTERM) too rarely: {longest:.0f} s passed between "
-    f"two checks, but the grace period is {_watch.grace_s:g} s. A future notice may lose the work "
-    "since the last checkpoint. Set checkpoint.every_minutes to an affordable loss, and "
-    "checkpoint.grace_s to a little less than your platform's time (docs/running.md)"
+    f"two checks, but the grace period is {_watch.grace_s:g} s. After a notice, the work since the "
+    "last checkpoint may be lost. Set checkpoint.every_minutes to the minutes of work that you can "
+    "afford to lose, and checkpoint.grace_s to a little less than the grace period of your "
+    "platform (docs/running.md)"
   )
 
 
 def describe_resume(describe: Callable[[], str]) -> None:
-  """Sets the description of the resume point, printed if the process ends without saving."""
+  """Sets the description of the resume point. It is printed if the process ends without saving."""
   if _watch is not None:
     _watch.describe = describe
 
 
 def check_alone() -> None:
-  """Calls `check` if this process can call it alone.
+  """Calls `check` if other processes need not call it too.
 
-  This is possible if the run has one process, or if this thread has its own check (`checked_by`).
+  Other processes need not call it if this thread has its own check (`checked_by`), or if there are
+  no other processes.
   """
   if jax.process_count() == 1 or getattr(_thread_check, "check", None):
     check()
@@ -198,7 +203,8 @@ def checked_by(replacement: Callable[[], None]) -> Iterator[None]:
   """Replaces `check` in this thread within the context.
 
   A thread whose work is needed to save the state must continue after a notice. So `replacement`
-  ignores the notice. It may raise `Preempted` only to end the thread on behalf of its creator.
+  must ignore the notice. It may raise `Preempted` only if the creator of the thread wants the
+  thread to end.
   """
   _thread_check.check = replacement
   try:

@@ -1,10 +1,10 @@
-"""Handling of Ctrl-C, SIGTERM and SIGHUP, from the first second of a process to its last.
+"""Handling of Ctrl-C, SIGTERM and SIGHUP, from the start of a process to its end.
 
-Python runs a signal handler only when the main thread returns from C, which may take minutes in a
-compiler. An exception raised by a handler may interrupt any statement, and is lost where Python
-ignores exceptions (for example, in JAX's callbacks of the garbage collector). So the handlers of
-this module do nothing. A thread receives the signals at once, and calls the latest `Answer`. This
-module imports no slow module.
+Python runs a signal handler only when the main thread returns from C code. This may take minutes in
+a compiler. An exception of a handler may interrupt any statement. Python sometimes ignores such an
+exception, for example in JAX's callbacks of the garbage collector. So the handlers of this module
+do nothing. A thread receives the signals at once, and calls the latest `Answer`. This module
+imports no slow module.
 """
 
 import contextlib
@@ -23,8 +23,9 @@ INTERRUPTED = 128 + signal.SIGINT  # Exit code after Ctrl-C: 130, as in shells.
 
 Answer = Callable[[int], None]  # Function of the signal's number.
 
-_answers: list[Answer] = []  # The last one is called.
-_pipe: tuple[int, int] | None = None  # Python's C handlers write, and the thread reads.
+_answers: list[Answer] = []  # Only the last answer is called.
+# Python's handlers in C write the signals' numbers to this pipe, and the thread reads them.
+_pipe: tuple[int, int] | None = None
 _lock = threading.Lock()
 
 
@@ -41,8 +42,8 @@ def begin(text: str) -> None:
 def answered(answer: Answer, numbers: Sequence[int] = SIGNALS) -> Iterator[None]:
   """Makes these signals call `answer`, in a thread, within the context.
 
-  Signals that the process ignores (nohup) stay ignored. The context has no effect outside the main
-  thread, where Python cannot set handlers.
+  Signals that the process ignores (nohup) stay ignored. Outside the main thread the context has no
+  effect, since Python sets handlers in the main thread only.
   """
   if threading.current_thread() is not threading.main_thread():
     yield
@@ -112,7 +113,7 @@ def _install(numbers: Sequence[int]) -> tuple[dict[int, object], int]:
     threading.Thread(target=_listen_always, name="stops", daemon=True).start()
   wakeup = signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
   before = {n: signal.getsignal(n) for n in numbers}
-  # A handler reported as _ignore may have been replaced by JAX in C, and must stay.
+  # If Python reports _ignore, JAX may have replaced it in C by another handler, which must stay.
   before = {
     n: handler for n, handler in before.items() if handler not in (signal.SIG_IGN, None, _ignore)
   }
@@ -132,7 +133,7 @@ def _listen_always() -> None:
 
 
 def _reset() -> None:
-  """Restores default handlers in a forked child, since a fork lacks the thread."""
+  """Restores default handlers in a forked child, which does not have the thread."""
   if _pipe is not None:
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:

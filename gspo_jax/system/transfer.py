@@ -14,16 +14,16 @@ GB = 1e9
 class Transfer:
   """Counts bytes, and shows their number, speed and remaining time. Thread-safe.
 
-  On a terminal, one line is overwritten. A log takes a new line at most every `interval` seconds.
-  Nothing is shown in the first second.
+  On a terminal, one line is overwritten. In a log, a new line is written at most every `interval`
+  seconds. Nothing is shown in the first second.
 
   Args:
     title: beginning of the line.
-    total: number of bytes to transfer, those already present included.
+    total: number of bytes to transfer, including bytes that are already present.
     active: whether to show anything.
-    interval: seconds between lines of a log.
+    interval: minimum seconds between lines of a log.
     stream: output; None for stderr.
-    clock: current time in seconds.
+    clock: function that returns the time in seconds.
   """
 
   def __init__(
@@ -42,7 +42,7 @@ class Transfer:
     self._interval = min(interval, 0.5) if self._terminal else interval
     self._lock, self._start = threading.Lock(), clock()
     self._due, self._shown = self._start + 1.0, False
-    self._present = self._received = 0  # Bytes present, and bytes received since the start.
+    self._present = self._received = 0  # All bytes present, and the bytes received by now.
     self._closed = False
 
   def add(self, count: int, *, before: bool = False) -> None:
@@ -50,7 +50,7 @@ class Transfer:
 
     Args:
       count: number of bytes.
-      before: whether the bytes were present before the transfer. Then the speed excludes them.
+      before: whether the bytes were present before the transfer. If so, the speed excludes them.
 
     Raises:
       RuntimeError: the transfer is closed. This error ends threads that still receive bytes.
@@ -65,7 +65,10 @@ class Transfer:
         self._due = self._clock() + self._interval
 
   def close(self) -> None:
-    """Ends the line on a terminal, or writes a log's last line, if a line was shown."""
+    """Ends the line on a terminal, or writes a log's last line.
+
+    Does nothing if no line was shown.
+    """
     self._closed = True
     if self._shown and self._terminal:
       self._stream.write("\n")

@@ -14,17 +14,17 @@ def load(name: str, label: str) -> Callable[..., Any]:
 
   Args:
     name: `package.module:function`.
-    label: key and name, such as "reward.name='my:f'", for error messages.
+    label: beginning of error messages: the key and its value, such as "reward.name='my:f'".
 
   Raises:
-    ValueError: it cannot be imported, or is not callable.
+    ValueError: the function or class cannot be imported, or is not callable.
   """
   module, _, function = name.partition(":")
   if (directory := os.getcwd()) not in sys.path:
-    sys.path.append(directory)  # `python -m gspo_jax.main` finds modules there too.
+    sys.path.append(directory)  # `python -m` also imports modules from the working directory.
   try:
     imported = importlib.import_module(module)
-    exists = hasattr(imported, function)  # Also by the module's __getattr__.
+    exists = hasattr(imported, function)  # True also if the module's __getattr__ returns a value.
     loaded = getattr(imported, function) if exists else None
   except (Exception, SystemExit) as error:  # User code may raise anything.
     message = f"{type(error).__name__}: {error}"

@@ -1,10 +1,11 @@
 """Threads for calls of user code, with time limits.
 
 A thread cannot be killed. If a call exceeds its limit, the call fails with TooLong, and a new
-thread replaces the old thread. `GivenUp` is raised in the old thread as soon as this thread runs
-Python code again. This ends a loop, but neither a wait for a socket nor `time.sleep`. All threads
-are daemons, so running threads do not keep the process alive. If MOST_HANGING old threads are still
-running, further calls fail at once. `Workers.wait` also checks for preemption.
+thread replaces the old thread. `GivenUp` is raised in the old thread as soon as the old thread runs
+Python code again. `GivenUp` ends a loop of Python code. It does not end a wait for a socket or in
+`time.sleep`. All threads are daemons, so running threads do not keep the process alive. If
+MOST_HANGING old threads are still running, further calls fail at once. `Workers.wait` also checks
+for preemption.
 """
 
 import concurrent.futures
@@ -21,11 +22,11 @@ from typing import Any
 from gspo_jax.system import preemption
 
 POLL_S = 0.1  # Seconds between checks for preemption and time limits during a wait.
-MOST_HANGING = 1000  # Largest number of threads of calls beyond their limits.
+MOST_HANGING = 1000  # Maximum number of running threads whose calls exceeded their limits.
 
 
 class GivenUp(SystemExit):
-  """Raised in the thread of a call beyond its limit. Ends the thread without a message."""
+  """Raised in the thread of a call that exceeded its limit. Ends the thread without a message."""
 
 
 class TooLong(TimeoutError):
@@ -59,8 +60,7 @@ class Workers:
   def __init__(self, count: int):
     self._missing = count  # Threads to start before the next call.
     self._queue: queue.SimpleQueue[Call] = queue.SimpleQueue()
-    # A running call is removed either by its thread or by `expire`. Whichever removes the call sets
-    # its result.
+    # Either the thread of a running call or `expire` removes the call, and then sets its result.
     self._running: dict[Call, threading.Thread] = {}
     self._hanging: list[threading.Thread] = []
 
@@ -73,7 +73,7 @@ class Workers:
       return call
     try:
       self._start_missing()
-    except RuntimeError as error:  # The system has no further thread.
+    except RuntimeError as error:  # The system cannot start another thread.
       call.set_exception(error)
       return call
     self._queue.put(call)
@@ -109,7 +109,7 @@ class Workers:
         raise
 
   def expire(self) -> None:
-    """Fails calls beyond their limits, and replaces their threads."""
+    """Fails calls that exceeded their limits, and replaces their threads."""
     clock = time.monotonic()
     for call, thread in list(self._running.items()):
       if clock > call.deadline and self._running.pop(call, None):

@@ -194,5 +194,5 @@ def test_the_command_line(server, tmp_path):
   )
   last = output.splitlines()[-1]
   assert last.startswith(
-    "gspo_jax: --config.weights=org/none: org/none is not (whole) in the cache"
+    "gspo_jax: --config.weights=org/none: org/none is not completely in the cache"
   )

@@ -182,7 +182,7 @@ def test_without_a_network(server, repository, tmp_path, monkeypatch):
   offline = hub.Repository.from_name(ID)
   assert offline.directory == repository.directory
   for use in lambda: offline.files, lambda: offline.reader(FILE):
-    with pytest.raises(hub.HubError, match=f"{repository.name} is not .whole. in .*OFFLINE"):
+    with pytest.raises(hub.HubError, match=f"{repository.name} is not completely in .*OFFLINE"):
       use()
   assert not server.requests
 
@@ -195,8 +195,8 @@ CASES = {
   "revision": (f"{ID}@v9", f"{ID} has no revision 'v9': .*/{ID}/tree/main"),
   "gated": ("org/gated", "org/gated is gated: ask for access at http.*/org/gated, .*auth login"),
   "file": ("org/empty", "org/empty has no config.json: "),
-  "offline": (ID, f"{ID} is not .whole. in the cache, .*HF_HUB_OFFLINE is set"),
-  "down": (ID, f"{ID} is not a local directory and not .whole. in .*does not answer.*ConnectError"),
+  "offline": (ID, f"{ID} is not completely in the cache, .*HF_HUB_OFFLINE is set"),
+  "down": (ID, f"{ID} is not a local directory and not completely in .*not answer.*ConnectError"),
 }
 
 
