@@ -4,8 +4,8 @@ Compiles the jitted programs of a run for TPUs or GPUs, on a machine without the
 the memory and HBM traffic of each program, and for TPUs lower bounds on its time. Exits with an
 error if a program does not fit into memory. With --search the command compiles updates and
 sampling with several settings, and prints the fastest settings. It then exits with an error if no
-compiled program fits. The compilers are extras:
-`pip install -e '.[tpu]'` for TPUs, `pip install -e '.[aot-cuda]'` for GPUs (--topology=h100:8).
+compiled program fits. Compilers are installed with `pip install -e '.[tpu]'` for TPUs, and with
+`pip install -e '.[aot-cuda]'` for GPUs (--topology=h100:8).
 """
 
 import dataclasses
@@ -46,19 +46,19 @@ _TARGET = flags.DEFINE_string(
   "target",
   "",
   "File that describes the GPU to XLA (a GpuTargetConfigProto in text format). By default the "
-  "description is built from the data sheet of --topology.",
+  "description is built from the data sheet of the GPU in --topology.",
 )
 _SLICES = flags.DEFINE_integer(
-  "slices", 1, "Number of TPU slices; mesh.data must be a multiple of it."
+  "slices", 1, "Number of TPU slices; mesh.data must be a multiple of this number."
 )
 _SEQUENCES = flags.DEFINE_integer(
   "sequences",
   0,
-  "Sequences per update (programs train, score), in one micro-batch; 0: the configured number of "
-  "sequences and micro-batches.",
+  "Sequences per update (programs train and score), in one micro-batch; 0: the configured numbers "
+  "of sequences and micro-batches.",
 )
 _LENGTH = flags.DEFINE_integer(
-  "length", 0, "Tokens per sequence (programs train, score); 0: as configured."
+  "length", 0, "Tokens per sequence (programs train and score); 0: the configured number."
 )
 _SLOTS = flags.DEFINE_integer(
   "slots",
@@ -84,7 +84,7 @@ _MEAN_PROMPT = flags.DEFINE_integer(
   "mean_prompt", 0, "Mean tokens of a prompt; 0: a quarter of data.max_prompt_tokens."
 )
 _EXPLAIN = flags.DEFINE_integer(
-  "explain", 0, "Also print the source lines with the most traffic, this many per program."
+  "explain", 0, "For each program, also print this number of source lines: those with most traffic."
 )
 _TEXT = flags.DEFINE_string(
   "text", "", "Also write the compiled programs (HLO text) into this directory."
@@ -141,12 +141,13 @@ def main(argv: list[str]) -> None:
 
 
 def require_one_mesh(config: configuration.RunConfig) -> None:
-  """Raises ValueError for a rollout mesh: programs are compiled for one mesh."""
+  """Raises ValueError for a rollout mesh, since programs are compiled for one mesh."""
   if config.rollout_mesh.enabled:
     raise ValueError(
       f"rollout_mesh={dataclasses.asdict(config.rollout_mesh)}: this command compiles for one mesh."
-      " Set rollout_mesh.fsdp=0 and run it twice: with --programs=train,score and the trainer's "
-      "mesh, then with --programs=prefill,decode and the sampler's axis sizes in config.mesh"
+      " Set rollout_mesh.fsdp=0 and run the command twice: first with --programs=train,score and "
+      "the trainer's mesh, then with --programs=prefill,decode and the sampler's axis sizes in "
+      "config.mesh"
     )
 
 
@@ -155,18 +156,18 @@ def search(
 ) -> list[dict[str, Any]]:
   """Searches for the fastest settings of updates ("train") and of sampling ("decode").
 
-  The search for sampling keeps the mesh found for updates. Returns a row for each compiled
-  candidate; if a search compiles none, its only row has the reason as `error`.
+  The search for sampling keeps the best mesh for updates. Returns a row for each compiled
+  candidate. If a search compiles no candidate, its only row has the reason as `error`.
 
   Args:
     case: configuration and batch to begin with.
     topology: chips to compile for, e.g. "v5p:4x4x4".
-    names: programs to search settings for; names except "train" and "decode" are ignored.
+    names: names of programs. Settings are searched for "train" and "decode" alone.
     tries: maximum number of compiled candidates per search.
     slices: number of TPU slices.
 
   Raises:
-    ValueError: `names` has neither program, or the chips are GPUs.
+    ValueError: `names` has neither "train" nor "decode", or the chips are GPUs.
   """
   if chips.parse(topology)[0].cuda:
     raise ValueError(
@@ -175,14 +176,15 @@ def search(
     )
   if not {"train", "decode"} & {*names}:
     raise ValueError(
-      f"--programs={','.join(names)}: --search finds settings for train and decode alone; name one"
+      f"--programs={','.join(names)}: --search finds settings for train and decode alone; name "
+      "train or decode"
     )
   rows, searches, devices = [], [], devices_of(topology, slices)
   target = slices_text(topology, slices)
   if "train" in names:
     print_line(
-      f"updates on {target}: {case.sequences} sequences x {case.length} tokens; data x fsdp x "
-      "expert x tensor, micro-batches, remat, expert_chunk/logits_chunk, compute.xla"
+      f"updates on {target}: {case.sequences} sequences x {case.length} tokens. A name is data x "
+      "fsdp x expert x tensor, micro-batches, remat, expert_chunk/logits_chunk, compute.xla"
     )
     lists = updates(case, len(devices), slices)
     searches.append(find("train", lists, topology, tries, slices=slices))
@@ -190,8 +192,8 @@ def search(
   if "decode" in names:
     print_line(
       f"sampling on {target}: lengths of {case.lengths.mean:,.0f} in the mean and at most "
-      f"{case.lengths.most:,}; slots, cache positions (0: a full window per slot), tokens of a "
-      "prefill, mesh.rollout_experts"
+      f"{case.lengths.most:,}. A name is slots, cache positions (0: a full window per slot), tokens "
+      "of a prefill, mesh.rollout_experts"
     )
     shards = sharding.batch_shards(sharding.make_mesh(case.config.mesh, devices))
     searches.append(find("decode", sampling(case, shards), topology, tries, slices=slices))

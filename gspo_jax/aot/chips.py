@@ -1,7 +1,7 @@
 """Parses topologies of TPUs and GPUs, and computes lower bounds on a program's time.
 
-A topology is written as CHIP:AxB or CHIP:AxBxC (the sides of a TPU slice, in chips), or as GPU:N or
-GPU:HOSTSxN (N GPUs in each host).
+A TPU slice is written as CHIP:AxB or CHIP:AxBxC, where A, B and C are the sides of the slice in
+chips. GPUs are written as GPU:N or GPU:HOSTSxN, where N is the number of GPUs in each host.
 """
 
 import math
@@ -13,7 +13,7 @@ from gspo_jax.system.accelerators import CHIPS, GPUS, Chip, Device
 
 
 def sides(topology: str) -> tuple[int, ...]:
-  """Returns the numbers after the colon: (4, 4, 4) of "v5p:4x4x4"."""
+  """Returns the numbers of a topology, e.g. (4, 4, 4) for "v5p:4x4x4"."""
   return tuple(int(n) for n in topology.partition(":")[2].split("x"))
 
 
@@ -28,8 +28,8 @@ def parse(topology: str) -> tuple[Chip, int]:
   gpu = name in GPUS and re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", shape)
   if not tpu and not gpu:
     raise ValueError(
-      f"--topology={topology}: write CHIP:AxB or CHIP:AxBxC, CHIP one of {', '.join(CHIPS)}, or "
-      f"GPU:N or GPU:HOSTSxN, GPU one of {', '.join(GPUS)}"
+      f"--topology={topology}: write CHIP:AxB or CHIP:AxBxC, where CHIP is one of "
+      f"{', '.join(CHIPS)}, or GPU:N or GPU:HOSTSxN, where GPU is one of {', '.join(GPUS)}"
     )
   return (CHIPS | GPUS)[name], math.prod(sides(topology))
 
@@ -80,21 +80,23 @@ def bound(
 ) -> dict[str, float | str]:
   """Returns lower bounds on a program's time, and the utilisation at the bound.
 
-  Keys of the returned dict: the time of each resource alone is `compute_s`, `hbm_s`,
-  `interconnect_s` or `network_s`, by the speeds of the data sheet. `binds` is the slowest resource,
-  and `bound_s` its time, as if all resources worked in parallel. `mfu` is `useful` divided by the
-  operations that the chips could do in `bound_s`. `exposed_s` is the time of transfers that the
-  compiler does not overlap with other work. `serial_s` is the sum of `exposed_s` and the longest
-  time of computation, memory or overlapped transfers.
+  Returns a dict. `compute_s`, `hbm_s`, `interconnect_s` and `network_s` are the times of the four
+  resources. Each time is an amount of work divided by the resource's full speed (`Chip`). `binds`
+  names the slowest resource, and `bound_s` is its time. This bound assumes that all resources work
+  in parallel. `mfu` is `useful` divided by the operations that the chips could do in `bound_s`.
+
+  The other two bounds are about transfers. `exposed_s` is the time of transfers that the compiler
+  does not overlap with other work. `serial_s` is `exposed_s` plus the longest time of computation,
+  memory traffic or overlapped transfers.
 
   Args:
     chip: kind of chip.
     chips: number of chips.
-    flops: operations of the whole batch, with recomputation.
-    useful: operations of the whole batch, without recomputation.
+    flops: operations of the whole batch, including recomputation.
+    useful: operations of the whole batch, excluding recomputation.
     hbm_bytes: bytes that a chip reads from and writes to its memory.
-    ring_bytes: bytes that a chip sends within its slice. Bytes over a single link of a torus axis
-      count twice, since the speed is that of both links (`links`).
+    ring_bytes: bytes that a chip sends within its slice. `Chip.ring_speed` is the speed of both
+      links of a torus axis, so bytes that use only one link count twice (`links`).
     hidden_bytes: part of `ring_bytes` that overlaps other work.
     network_bytes: bytes that a chip sends to other slices.
     hidden_network: part of `network_bytes` that overlaps other work.

@@ -1,4 +1,4 @@
-"""Compiles programs for chips of another machine, and reports their memory and traffic."""
+"""Compiles programs for chips of another machine, and reports the programs' memory and traffic."""
 
 import contextlib
 import dataclasses
@@ -31,8 +31,8 @@ def devices_of(topology: str, slices: int = 1, target: str = "") -> list:
     target: text that describes a GPU to XLA; "" for `cuda.target_text`.
 
   Raises:
-    ValueError: the compiler is not installed, or does not know the topology; or `slices` is given
-      for GPUs, or `target` for TPUs.
+    ValueError: the compiler is not installed or does not know the topology, the topology of GPUs
+      has several `slices`, or the topology of TPUs has a `target`.
   """
   chip, number = chips.parse(topology)
   if chip.cuda:
@@ -47,9 +47,9 @@ def devices_of(topology: str, slices: int = 1, target: str = "") -> list:
     TPU_SKIP_MDS_QUERY="1",
     TPU_WORKER_HOSTNAMES="localhost",
     TPU_ACCELERATOR_TYPE=chip.host,
-    ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # Several processes may compile: nothing is executed.
+    ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # Several processes may compile, since nothing is executed.
   )
-  # A run sees a v4 chip as one device. This compiler sees its two cores, unless they are joined.
+  # A run sees a v4 chip as one device. Without this option, the compiler sees two, the chip's cores.
   options = dict(chip_config_name="megacore") if topology.startswith("v4:") else {}
   if number == 1:  # By default the compiler assumes a whole host of four chips.
     options["chips_per_host_bounds"] = (1, 1, 1)
@@ -101,21 +101,22 @@ class Compiled:
 
   row: dict[str, Any]  # Results by name, for a row of the report: see `examine`.
   costs: hlo_costs.Costs = dataclasses.field(default_factory=hlo_costs.Costs)
-  text: str = ""  # Compiled program as HLO text; empty if the compiler ran out of chip memory.
+  text: str = ""  # Compiled program as HLO text; "" if the compiler finds that it does not fit.
 
 
 def examine(program: Program, topology: str, remat: str) -> Compiled:
   """Compiles a program for the current mesh; returns memory, operations, traffic and times.
 
   The results are in `Compiled.row`. Operations are those of the whole batch. Memory and bytes are
-  per chip, except `network_bytes` per host. Operations, traffic and times of a decode program are
-  those of one step. Times are lower bounds, for TPUs only; `compile_s` is the measured time of
-  compilation. If a program does not fit, its row has `fits=False` and an `error`.
+  per chip, but `network_bytes` are per host. Operations, traffic and times of a decode program are
+  those of one step. `compile_s` is the measured time of compilation. All other times are lower
+  bounds, and are computed for TPUs only. If a program does not fit, its row has `fits=False` and an
+  `error`.
 
   Args:
     program: program to compile.
     topology: chips to compile for, e.g. "v5p:4x4x4".
-    remat: `compute.remat` of the program, for the number of recomputed operations.
+    remat: `compute.remat` of the program. It determines the number of recomputed operations.
 
   Raises:
     ValueError: attention on a GPU needs cuDNN, which is not installed.
@@ -161,7 +162,10 @@ def examine(program: Program, topology: str, remat: str) -> Compiled:
 def _traffic(
   program: Program, costs: hlo_costs.Costs, chip: Chip, mesh: jax.sharding.Mesh, remat: str
 ) -> dict[str, Any]:
-  """Returns operations of the whole batch, and traffic per chip, of one step."""
+  """Returns operations of the whole batch, and traffic per chip.
+
+  The figures of a decode program are those of one step.
+  """
   useful = flops = 0.0
   if program.work:
     useful = program.work.training() if program.trains else program.work.forward()
@@ -191,8 +195,8 @@ def _time_bounds(
 ) -> dict[str, Any]:
   """Returns lower bounds on the seconds of one step, as `chips.bound`.
 
-  For decode, `idle_s` is the `serial_s` of a step with idle slots alone: paged attention then reads
-  nothing.
+  For decode, `idle_s` is the `serial_s` of a step in which all slots are idle, so that paged
+  attention reads nothing.
 
   work: row with the result of `_traffic`.
   """
@@ -223,8 +227,8 @@ def _time_bounds(
 def parse_memory_error(error: str) -> dict[str, Any]:
   """Extracts the reason from the compiler's message on exhausted memory.
 
-  `of_kernel` is True if a single kernel exhausted a core's vector memory. Such a message does not
-  state the memory that the whole program needs.
+  Returns a dict with the reason as `error`. `of_kernel` is True if a single kernel exhausted a
+  core's vector memory. Such a message does not state the memory that the whole program needs.
   """
   line = next((x for x in error.splitlines() if "exceed" in x.lower()), error).strip()
   kernel = re.search(r"memory space vmem .*?(%\S+ = \w+\[[\d,]*\])", line)

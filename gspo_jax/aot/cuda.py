@@ -13,8 +13,8 @@ from gspo_jax.aot import chips
 from gspo_jax.system.accelerators import Chip
 
 CUDA, CUDNN = "13.0.0", "9.19.0"  # Versions installed by the extra aot-cuda.
-# GpuTargetConfigProto of XLA in text format. `cuda` and `chip` are a GPU's entries in
-# `system/accelerators.py`; the other numbers are the same for all supported GPUs.
+# GpuTargetConfigProto of XLA in text format. `chip` is a GPU's entry in `system/accelerators.py`,
+# and `cuda` is its field of this name. Numbers in this text are the same for all supported GPUs.
 TEXT = """gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
@@ -59,7 +59,7 @@ def target_text(chip: Chip) -> str:
 
 
 def devices_of(topology: str, target: str = "") -> list:
-  """Returns descriptions of the GPUs of e.g. "h100:8" or "h100:2x8".
+  """Returns descriptions of a topology's GPUs, e.g. for "h100:8" or "h100:2x8".
 
   target: GpuTargetConfigProto in text format; "" for `target_text`.
 
@@ -111,7 +111,7 @@ def tracing_for(chip: Chip) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _native_stderr() -> Iterator[Callable[[], str]]:
-  """Captures the process's stderr, native code included.
+  """Captures the process's stderr, including output of native code.
 
   Yields a function that returns the captured text.
   """

@@ -1,8 +1,8 @@
-"""Lower bounds on a program's time, memory and HBM traffic, by arithmetic without compiling it.
+"""Computes lower bounds on a program's time, memory and HBM traffic, without compiling the program.
 
 `update_bound` estimates time and memory of an update, so that a search can skip slow settings
-without compiling them. `needed` estimates the HBM traffic that a program cannot avoid, to compare
-with the traffic of the compiled program. A device's traffic for each program:
+without compiling them. `needed` estimates the HBM traffic that a program cannot avoid. The report
+compares this traffic with that of the compiled program. A device has this traffic:
 
   train    Reads and writes the trained weights and the optimizer state of policy and critic, and
            all gradients. Each micro-batch reads all weights twice, for the forward and the backward
@@ -12,14 +12,14 @@ with the traffic of the compiled program. A device's traffic for each program:
   publish  Reads the trainer's weights and writes the sampler's.
   prefill  Reads the layers' weights. Writes the prompts' keys, values and states of linear
            attention.
-  decode   Reads the weights of the layers and the head. Of the experts, reads only those that some
-           token chooses; the number of these experts is an expectation, as if all experts were
-           equally likely. Reads the filled part of the cache and writes one position per slot.
-           Reads and writes each slot's states of linear attention.
+  decode   Reads the weights of the layers and the head. Reads an expert's weights only if some
+           token chooses the expert. The expected number of these experts is computed as if each
+           token chose experts at random. Reads the filled part of the cache and writes one position
+           per slot. Reads and writes each slot's states of linear attention.
 
 Weights sharded over `fsdp` are read locally, written when gathered, and read again by the matrix
 products. A pass looks up only a few rows of the embedding table, so the table counts only if it is
-the head too.
+also the head.
 """
 
 import dataclasses
@@ -64,17 +64,18 @@ class LowerBounds:
 def update_bound(case: Case, mesh: jax.sharding.Mesh, topology: str) -> LowerBounds:
   """Returns lower bounds of a train step on the mesh.
 
-  Memory has the training state, gradients, saved activations, and the weights gathered by
+  Memory includes the training state, gradients, saved activations, and the weights gathered by
   `compute.prefetch`. Seconds are for these resources:
 
-    compute       products of the model, with recomputation
-    hbm           the state read and written once, and the gradients written once; in each
-                  micro-batch the weights read twice (experts and head: twice per chunk), the saved
-                  activations written and read, and, if there are several micro-batches, the sum of
-                  gradients read and written
-    interconnect  weights gathered over `fsdp` in each pass, their gradients scattered, and tokens
-                  sent over `expert` and `tensor`, each at the speed of its axis (`links`)
-    network       gradients, summed over slices once per update
+    compute       The model's matrix products, including recomputed ones.
+    hbm           An update reads and writes the state, and writes the gradients. Each micro-batch
+                  reads the weights twice (experts and head twice per chunk), and writes and reads
+                  the saved activations. Each of several micro-batches also reads and writes the sum
+                  of gradients.
+    interconnect  Each pass gathers the weights over `fsdp`. Their gradients are scattered. Tokens
+                  are sent over `expert` and `tensor`. A transfer has the speed of its axis
+                  (`links`).
+    network       An update sums the gradients over slices once.
   """
   case = resolve_remat(case, mesh)
   c, model = case.config, case.model
@@ -125,7 +126,7 @@ def update_bound(case: Case, mesh: jax.sharding.Mesh, topology: str) -> LowerBou
 def activation_bytes(case: Case, mesh: jax.sharding.Mesh) -> float:
   """Bytes saved per token for the backward pass, on each device.
 
-  Saved are the inputs of all layers, and the activations that `compute.remat` keeps.
+  The inputs of all layers are saved, and the activations that `compute.remat` keeps.
   """
   c, model = case.config, case.model
   itemsize = jnp.dtype(c.compute.dtype).itemsize

@@ -1,8 +1,8 @@
 """Parses a compiled program's HLO text (`compiled.as_text()`) into instructions.
 
-A program consists of computations: lists of instructions, such as the body of a loop or a fusion.
-One of them is the entry. An instruction names its operands in the same computation, and calls other
-computations by attributes, e.g. `body=%name`.
+A program consists of computations. A computation is a list of instructions, such as the body of a
+loop or a fusion. Execution begins with the computation named `entry`. An instruction names its
+operands in the same computation. It calls other computations by attributes, e.g. `body=%name`.
 """
 
 import dataclasses
@@ -12,7 +12,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-# Bytes of an element by its type. Of other types, f8... have 1, and the rest have 4 (`_array`).
+# Bytes of an element by its type. Types f8... are not listed and have 1 byte. Any other type that
+# is not listed has 4 bytes (`_array`).
 _BYTES = dict(pred=1, s8=1, u8=1, s16=2, u16=2, bf16=2, f16=2, s64=8, u64=8, f64=8, c64=8, c128=16)
 _BYTES |= dict(s4=0.5, u4=0.5, f4e2m1fn=0.5)
 _SHAPE = re.compile(r"\b([a-z]+\d+[a-z0-9]*|pred)\[([\d,]*)\](?:\{([^}]*)\})?")
@@ -47,7 +48,7 @@ class Instruction:
   operands: tuple[str, ...]  # Names of the operands.
   shape: str  # Text of the result's shape: dtypes, dimensions and layouts.
   attributes: str  # Text after "op(": operands, attributes and metadata.
-  root: bool  # Whether its result is the result of its computation.
+  root: bool  # Whether the instruction's result is the result of its computation.
   # All instructions of the same computation, by name.
   siblings: Mapping[str, "Instruction"] = dataclasses.field(repr=False)
   module: "Module" = dataclasses.field(repr=False)
@@ -95,8 +96,8 @@ class Instruction:
   def branch(self) -> list["Instruction"]:
     """Returns the instructions of a conditional's expected branch.
 
-    This is a branch with cuDNN's attention or, if there is none, the branch for a false condition,
-    which comes first.
+    The expected branch is the first one with cuDNN's attention. If no branch has cuDNN's attention,
+    it is the branch for a false condition, which comes first.
     """
     listed = re.search(r"branch_computations=\{([^}]*)\}", self.attributes)
     names = re.findall(r"[\w.\-]+", listed[1]) if listed else []
@@ -135,7 +136,7 @@ class Instruction:
     Returns "" if the instruction has no call stack.
     """
     innermost, stack_frame = "", re.search(r"stack_frame_id=(\d+)", self.attributes)
-    frame = int(stack_frame[1]) if stack_frame else 0  # 0 is no frame.
+    frame = int(stack_frame[1]) if stack_frame else 0  # 0 means no frame.
     while frame in self.module.frames:
       file, line, frame = self.module.frames[frame]
       innermost = innermost or f"{_short(file)}:{line}"

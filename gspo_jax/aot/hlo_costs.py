@@ -2,7 +2,7 @@
 
 XLA's own cost analysis counts the body of a loop once. This module multiplies the body's bytes by
 the loop's trip count. If the trip count depends on data, the body counts once. An example is the
-loop over chunks of expert rows: usually a single chunk is needed.
+loop over chunks of expert rows, which usually has a single chunk.
 
 `rates` are assumptions about data, by the name of a `jax.named_scope` or of a kernel. The rate of a
 scope, such as the sampler's `refill`, is the trip count of the outermost loop in this scope. The
@@ -81,7 +81,7 @@ def costs(
   Args:
     text: compiled program (`compiled.as_text()`).
     rates: trip counts of loops and fractions of kernels' bytes, by name. None means no assumptions.
-    torus: links between the devices. None means that all collectives use both links of a ring.
+    torus: links between the devices. None means that all collectives have a share of 1 (`links`).
     chip: speeds, which limit the overlap of collectives. None means that a single instruction with
       work, between the start and the end of a collective, overlaps the whole collective.
   """
@@ -160,9 +160,9 @@ def overlapped(
   """Returns the overlapped fraction of each asynchronous collective, by name.
 
   A compiled program's text is in schedule order, so the instructions between a collective's start
-  and its end overlap it. A second of such an instruction hides a second of one collective: first of
-  the earliest pending collective, then of the next. If `chip` is None, one instruction with work
-  hides all pending collectives entirely.
+  and its end overlap the collective. A second of such an instruction hides a second of the earliest
+  pending collective. If nothing of this collective remains, it hides a second of the next. If
+  `chip` is None, one instruction with work hides all pending collectives entirely.
 
   Args:
     body: instructions of a computation.
@@ -280,7 +280,7 @@ def sent_for(instruction: Instruction, torus: links.Links | None = None) -> Sent
 
 
 def network_bytes(instruction: Instruction) -> float:
-  """Returns a device's bytes between slices for an instruction `recv`.
+  """Returns the bytes that a device sends between slices for a `recv`.
 
   XLA splits a collective among slices into collectives within each slice and a transfer between
   slices. A `recv` is the receiving end of such a transfer. Returns 0 if the `recv` has no transfer

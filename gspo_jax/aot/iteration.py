@@ -35,7 +35,7 @@ class Part:
   """Calls of one program in an iteration, and their total time."""
 
   name: str  # Name of the program.
-  calls: float  # Number of calls; for decode, of steps.
+  calls: float  # Number of calls. For decode, the number of steps.
   seconds: float  # Time of all calls.
   binds: str  # Slowest resource of the program: compute, hbm, interconnect or network.
 
@@ -67,8 +67,8 @@ def estimate(case: Case, mesh: Any, chips: int, rows: Mapping[str, Mapping[str, 
   """Estimates an iteration from the rows of its compiled programs.
 
   The compiled update has one mini-batch. The compiled scoring pass has one micro-batch, or one
-  packed mini-batch. The number of calls of either program in an epoch is the number of the epoch's
-  positions, padding included, divided by the number of positions of the compiled batch.
+  packed mini-batch. The number of calls of such a program in an epoch is the number of the epoch's
+  positions divided by the number of positions of the compiled batch. Positions include padding.
 
   Args:
     case: compiled configuration and batch.
@@ -112,10 +112,10 @@ def share(case: Case, mesh: Any) -> float:
 
 
 def sampling_row(case: Case, mesh: Any, topology: str, row: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a dict of an iteration's sampling.
+  """Returns steps, seconds and speed of an iteration's sampling.
 
-  `steps` are the decode steps, `search_s` the seconds, and `speed` the tokens per second and chip.
-  Call this function under `jax.set_mesh(mesh)`.
+  The returned dict has the number of decode steps as `steps`, the seconds as `search_s`, and the
+  tokens per second and chip as `speed`. Call this function under `jax.set_mesh(mesh)`.
 
   row: result of `compiler.examine` for the program "decode".
   """
@@ -129,8 +129,8 @@ def sampling_row(case: Case, mesh: Any, topology: str, row: Mapping[str, Any]) -
 def sampling_bound(case: Case, mesh: Any, topology: str) -> LowerBounds:
   """Returns lower bounds on memory and time of an iteration's sampling.
 
-  Nothing is compiled. Memory has the training state, the sampler's weights and the cache. Call this
-  function under `jax.set_mesh(mesh)`.
+  Nothing is compiled. Memory includes the training state, the sampler's weights and the cache. Call
+  this function under `jax.set_mesh(mesh)`.
   """
   chip, number = chips.mesh_chips(topology, mesh)
   shards, per_chip = sharding.batch_shards(mesh), chip.devices
@@ -171,8 +171,8 @@ def decode_seconds(steps: float, full: float, row: Mapping[str, Any]) -> float:
   """Returns the seconds of decode steps, some of them with idle slots.
 
   A step with all slots in use takes `serial_s`. A step with no slot in use takes `idle_s`, since
-  attention skips the cache of idle slots. Between them, time is linear in the number of slots in
-  use. If the row has no `idle_s`, every step takes `serial_s`.
+  attention skips the cache of idle slots. The time of any other step is interpolated linearly by
+  the number of slots in use. If the row has no `idle_s`, every step takes `serial_s`.
 
   Args:
     steps: number of steps.
@@ -262,6 +262,6 @@ def lines(total: Iteration, case: Case) -> list[str]:
     f"{case.lengths.mean:,.0f} in the mean and at most {case.lengths.most:,}, prompts of "
     f"{case.prompt:,.0f}",
     *parts,
-    f"    {total.seconds:,.4g} s, {total.speed:,.0f} tokens/s/chip; {total.binds.name} takes most,"
-    f" bound by {total.binds.binds}",
+    f"    {total.seconds:,.4g} s, {total.speed:,.0f} tokens/s/chip; {total.binds.name} takes most "
+    f"of the time, bound by {total.binds.binds}",
   ]

@@ -14,8 +14,12 @@ from gspo_jax.aot.hlo import Instruction
 def hbm_bytes(instruction: Instruction) -> float:
   """Returns the HBM bytes of a kernel, from the first available source.
 
-  Sources in order: a `jax.named_scope("hbm_bytes=N")` around the call, the formula for splash
-  attention, the kernel's own estimate, and else the sizes of its operands and results in HBM.
+  The sources are, in this order:
+
+    - a `jax.named_scope("hbm_bytes=N")` around the call
+    - the formula for splash attention
+    - the kernel's own estimate
+    - the sizes of operands and results in HBM
   """
   if stated := re.findall(r"hbm_bytes=(\d+)", instruction.path):
     return float(stated[-1])

@@ -8,12 +8,12 @@ import random
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-  """Exponential distribution of response lengths, truncated.
+  """Truncated exponential distribution of response lengths.
 
   A response ends with the same probability after each token, and always after `most` tokens.
   """
 
-  mean: float  # Mean tokens of a response, truncated ones included.
+  mean: float  # Mean tokens of a response, including truncated responses.
   most: int  # Maximum tokens of a response: sampling.max_new_tokens.
 
   def __post_init__(self):

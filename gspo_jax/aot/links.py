@@ -1,16 +1,16 @@
 """Speed of a collective over the links of its chips.
 
-The chips of a TPU slice form a torus, with two links per chip along each axis. A collective's share
-is the fraction of an axis' speed that it uses:
+The chips of a TPU slice form a torus, with two links per chip along each axis. The share of a
+collective is the fraction of an axis' speed that the collective uses:
 
-  1    if chips send over both links of an axis: along a whole side of the slice with wraparound
-       links (a ring), or over several sides
-  1/2  if chips send over one link: along a side without wraparound, along a part of a side, or in a
-       permutation, since each chip sends in one direction
+  1    Chips send over both links of an axis. They do so along a whole side of the slice if it has
+       wraparound links (a ring), and if the collective spans several sides.
+  1/2  Chips send over one link of an axis. They do so along a side without wraparound links and
+       along a part of a side. In a permutation, too, each chip sends in one direction only.
 
-On v4, v5p and tpu7x all sides of a slice have wraparound links if each is a multiple of 4, else
-none has (https://docs.cloud.google.com/tpu/docs/v5p: "All 4x4x4 and larger slices have full 3D
-torus"). On v5e and v6e, sides of 16 chips have wraparound links
+On v4, v5p and tpu7x, all sides of a slice have wraparound links if each side is a multiple of 4
+chips. Otherwise no side has them (https://docs.cloud.google.com/tpu/docs/v5p: "All 4x4x4 and larger
+slices have full 3D torus"). On v5e and v6e, sides of 16 chips have wraparound links
 (https://jax-ml.github.io/scaling-book/tpus). A twisted torus counts as a plain torus.
 
 The GPUs of a host are connected by switches, so their collectives have a share of 1. Between hosts,
@@ -50,7 +50,7 @@ class Torus:
     """Returns the share of an axis' speed for a collective.
 
     Args:
-      members: partitions that take part. The share is 1 if all are on one chip.
+      members: partitions that take part. If all are on one chip, the share is 1.
       one_way: whether each chip sends in one direction only, as in a permutation.
     """
     spans = [len(set(xs)) for xs in zip(*(self.coords[i] for i in members))]
@@ -65,7 +65,7 @@ class Torus:
   def network(self, kind: str, members: Sequence[int]) -> float:
     """Returns the share of a collective's bytes sent over a network.
 
-    It is 0: the links of a slice connect its hosts too.
+    This share is 0, since the links of a slice also connect its hosts.
     """
     return 0.0
 
@@ -81,7 +81,7 @@ class Switches:
     return 1.0
 
   def network(self, kind: str, members: Sequence[int]) -> float:
-    """Returns a GPU's minimum bytes for other hosts, per byte of a collective.
+    """Returns a GPU's minimum bytes to other hosts, per byte of a collective.
 
     Args:
       kind: one of `traffic.COLLECTIVES`.

@@ -1,7 +1,7 @@
 """Counts the floating-point operations of a GPU program's matrix products in its compiled text.
 
-Products are dots, fused or not, calls of cuBLAS, attention of cuDNN, and Pallas kernels. The
-operations of a Pallas kernel are stated by a `jax.named_scope("flops=N")` around its call.
+Products are dots (also within fusions), calls of cuBLAS, attention of cuDNN, and Pallas kernels. A
+`jax.named_scope("flops=N")` around the call of a Pallas kernel states the kernel's operations.
 """
 
 import math

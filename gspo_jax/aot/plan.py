@@ -1,6 +1,7 @@
-"""Text of --dry_run: configuration, data, memory and operations of a run, by arithmetic.
+"""Text of --dry_run: configuration, data, memory and operations of a run.
 
-Only shapes are needed: no weights are loaded and nothing of the run is compiled.
+Memory and operations are computed from shapes. No weights are loaded, and no program of the run is
+compiled.
 """
 
 import dataclasses
@@ -82,9 +83,9 @@ def lines(inputs: Inputs, rewards: Sequence[float] = ()) -> list[str]:
 def first_problem(inputs: Inputs, rewards: Sequence[float]) -> list[str]:
   """Returns lines on the first problem: its prompt as text, answer and rewards.
 
-  The lines also have the environment's answers on a trial. If the run has no training prompts, the
-  problem is the first held-out problem that the run's own verifier scores. Returns [] if there is
-  no such problem. Arguments are as in `lines`.
+  The lines also have the environment's answers in a trial conversation. If the run has no training
+  prompts, the problem is the first held-out problem that the run's own verifier scores. Returns []
+  if there is no such problem. Arguments are as in `lines`.
   """
   if not (prompts := inputs.data.main_prompts):
     return []
@@ -160,8 +161,10 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
         slots = programs.sampling_program("decode", case, samples_on, sampler).arguments[1]
         sampling["cache, queue and slots"] = device_bytes(slots)
       if c.rollout_mesh.enabled:
-        copies = max(1, c.rl.lag)  # Up to this many newer weights arrive while the old ones sample.
-        sampling[f"the next weights for it, up to {copies} times"] = copies * device_bytes(sampler)
+        # Maximum number of newer versions of the weights that arrive while an old version samples.
+        copies = max(1, c.rl.lag)
+        newer = f"newer weights for the sampler, up to {copies} versions"
+        sampling[newer] = copies * device_bytes(sampler)
         moments["of the rollout mesh"] = sampling
       elif c.engine.name == "local":
         moments["while it samples"] = lasting | sampling

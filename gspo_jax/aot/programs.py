@@ -123,7 +123,7 @@ class Case:
   def packed(self) -> bool:
     """Whether updates are packed, and thus skip empty micro-batches.
 
-    False for another batch shape than configured: all its rows count as full.
+    False if the batch does not have the configured shape, since all its rows count as full.
     """
     return self.config.rl.packed and self.configured
 
@@ -133,8 +133,8 @@ class Case:
     The n slots of a device share its pages. The sum of their filled positions has the mean
     n·`filled`. The sum's standard deviation is taken as √n·`filled`, since the standard deviation
     of an exponential length equals the mean. The size is the mean plus two standard deviations, at
-    least one window, rounded up to whole pages. Returns 0, which means a full window per slot, if
-    full windows take no more pages.
+    least one window, rounded up to whole pages. If full windows do not take more pages, 0 is
+    returned, which means a full window per slot.
 
     Args:
       slots: slots over all devices.
@@ -164,9 +164,9 @@ class Program:
   work: flops.Work | None  # Operations of a forward pass; None for a program without one.
   trains: bool = False  # Whether the program also has a backward pass.
   resident: tuple[Any, ...] = ()  # Other arrays in device memory while a run calls the program.
-  # Assumed trip counts of loops and fractions of kernels' bytes, by name: `hlo_costs.costs`.
+  # Assumed trip counts of loops and fractions of kernels' bytes, by name (see `hlo_costs.costs`).
   rates: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  slot_kernel: str = ""  # Kernel that reads nothing for idle slots; "": there is none.
+  slot_kernel: str = ""  # Kernel that reads nothing for idle slots; "" if there is none.
   steps: int = 1  # Decode steps per call. Reported costs are divided by this number.
 
 
@@ -193,7 +193,7 @@ def make_case(
 
 
 def resolve_remat(case: Case, mesh) -> Case:
-  """Replaces `compute.remat=auto` by a train step's actual policy."""
+  """Replaces `compute.remat=auto` by the policy of the train step."""
   c = case.config
   with use_mesh(mesh):
     remat = transformer.remat_of(c.model, c.compute, case.rows * case.length)
@@ -218,7 +218,8 @@ def frozen_params(
 ) -> dict[str, Params]:
   """Returns shapes and shardings of frozen models' weights, by name.
 
-  A frozen model is read by a pass and changed by no update: a reference policy, or a teacher.
+  A frozen model is a reference policy or a teacher. A pass reads its weights, and no update changes
+  them.
 
   taught: the teacher; None for a run without a teacher.
   """
@@ -302,7 +303,8 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
     )
     work = flops.work(case.model, size.slots, engine.steps, size.window, decoding=True)
     arguments = params, state, shaped((size.slots,), jnp.int32, mesh, P())
-    # Slots of a device that take a new prefix in a step. A slot takes one prefix per response.
+    # Mean number of a device's slots that take a new prefix in a step. A slot takes one prefix per
+    # response.
     refills = size.slots / shards / case.lengths.mean
     # Fraction of a slot's window that attention reads; the last page is half full in the mean.
     filled = (case.filled + size.page / 2) / size.window

@@ -1,7 +1,7 @@
 """Finds the fastest settings of updates and of sampling, without compiling all of them.
 
-A candidate is the configuration with one aspect changed, such as the mesh. Compiling it takes a
-minute or more. So lower bounds on memory and time (`estimate`, `iteration`) rule out most
+A candidate is the configuration with one aspect changed, such as the mesh. Compiling a candidate
+takes a minute or more. So lower bounds on memory and time (`estimate`, `iteration`) rule out most
 candidates, and only some of the remaining candidates are compiled.
 """
 
@@ -31,7 +31,7 @@ Bound: TypeAlias = Callable[[Case], estimate.LowerBounds]
 # Compiles a case. The returned row has `fits`. If the case fits, `search_s` has the seconds to
 # minimise.
 Measure: TypeAlias = Callable[[Case], Row]
-# A candidate is compiled if its bound is at most (1 - MIN_GAIN) times the best time so far.
+# A candidate is compiled only if its bound is at most (1 - MIN_GAIN) times the best time so far.
 MIN_GAIN = 0.02
 CHUNKS = (0, 512, 2048, 8192, 32_768)  # Tokens or positions per chunk; 0: a single chunk.
 SETTINGS = dict(  # Keys whose values a search changes, by program and section.
@@ -58,12 +58,12 @@ class Search:
   cases: dict[str, Case] = dataclasses.field(default_factory=dict)
   least: dict[str, estimate.LowerBounds] = dataclasses.field(default_factory=dict)  # Lower bounds.
   rows: dict[str, Row] = dataclasses.field(default_factory=dict)  # Results of compiled candidates.
-  rejected: dict[str, str] = dataclasses.field(default_factory=dict)  # Reasons not to compile.
+  rejected: dict[str, str] = dataclasses.field(default_factory=dict)  # Reasons for not compiling.
 
   def ranked(self) -> list[str]:
     """Returns the names of fitting candidates, fastest first.
 
-    Times that are equal in their first two digits are ordered by peak memory.
+    Candidates whose times are equal in the first two digits are ordered by peak memory.
     """
 
     def rank(name: str) -> tuple[float, float]:
@@ -79,7 +79,7 @@ class Search:
   def needs(self) -> str:
     """Returns the error message if no candidate of a search fits."""
     if not self.least:
-      return next(iter(self.rejected.values()), "no mesh divides the batch and the weights")
+      return next(iter(self.rejected.values()), "batch and weights do not divide over any mesh")
     if self.rows:
       return list(self.rows.values())[-1]["error"]
     need = min(least.memory for least in self.least.values()) / GIB
@@ -110,9 +110,9 @@ def compile_best(
 ) -> None:
   """Compiles candidates, at most `tries` of them and until `enough` fit.
 
-  Takes a candidate from each list in turn. A list is ordered by the size of the `tensor` axis (a
-  larger one sends more activations), then by the lower bound on the time. Candidates are skipped if
-  they cannot fit, or cannot be faster than the best so far.
+  Takes a candidate from each list in turn. A list is ordered by the size of the `tensor` axis, and
+  then by the lower bound on the time. (A larger `tensor` axis sends more activations.) Candidates
+  are skipped if they cannot fit, or cannot be faster than the best so far.
 
   Args:
     search: empty search. This function adds the candidates and their results.
@@ -163,8 +163,8 @@ def find_rejection(search: Search, name: str) -> str:
       best = min(best, row["search_s"])
       if case.config.mesh.tensor > compiled.config.mesh.tensor:
         return f"sends more over its tensor axis than {other}, which fits"
-      # More micro-batches gather the weights more often. But a packed update skips empty
-      # micro-batches, and smaller micro-batches are empty more often. So they may save time.
+      # More micro-batches gather the weights more often. In a packed update they may still save
+      # time: empty micro-batches are skipped, and smaller micro-batches are empty more often.
       finer = case.microbatches > compiled.microbatches and not case.packed
       if finer and changed(case, compiled.microbatches) == compiled:
         return f"gathers weights more often than {other}, which fits"

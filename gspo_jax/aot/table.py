@@ -10,7 +10,7 @@ from gspo_jax.aot.programs import Case
 from gspo_jax.system.accelerators import GPU_FRACTION
 
 GPU_NOTE = (
-  f".\nMemory and traffic are per GPU. {GPU_FRACTION:g} of its memory is for arrays: set "
+  f".\nMemory and traffic are per GPU. {GPU_FRACTION:g} of a GPU's memory is for arrays: set "
   f"XLA_PYTHON_CLIENT_MEM_FRACTION={GPU_FRACTION:g} in a run. Times are unknown, since matrix "
   "products are tuned on the GPU itself"
 )
@@ -143,6 +143,6 @@ def _gigabytes(n: float) -> str:
 
 
 def print_line(text: str) -> None:
-  """Prints a line and flushes stdout: a pipe shows it at once."""
+  """Prints a line and flushes stdout, so that a pipe shows the line at once."""
   sys.stdout.write(text + "\n")
   sys.stdout.flush()

@@ -180,7 +180,7 @@ def _read(instruction: Instruction, result_elements: float | None = None) -> flo
 
 
 def _written(result: Instruction, size: float) -> float:
-  """Bytes written for a result of a fusion: all of it, or the update alone.
+  """Bytes written for a result of a fusion, for the whole result or for an update alone.
 
   size: bytes of the whole result.
   """

@@ -22,14 +22,15 @@ def lines(
   """Returns the verdict on compiled programs, as lines.
 
   The last line is the next step. If a program does not fit, the next step is a command that takes
-  less memory, or a larger topology. If all programs fit, it is a search on TPUs or a run on GPUs.
+  less memory, or a larger topology. If all programs fit, the next step is a search for TPUs, and a
+  run for GPUs.
 
   Args:
     rows: results of `compiler.examine`, one per program.
     case: compiled configuration and batch.
     topology: name of the topology.
     shards: devices over which a batch is split.
-    arguments: arguments of this command, repeated in the next one.
+    arguments: arguments of this command, which the next command repeats.
   """
   large = [row["program"] for row in rows if not row["fits"]]
   if large:
@@ -40,7 +41,7 @@ def lines(
     return [text, f"next: {_command(arguments, change)}"]
   text = _fit_lines(rows, topology)
   if not any("binds" in row for row in rows):
-    unknown = "bound: unknown, since times on GPUs are measured, not computed"
+    unknown = "bound: unknown, since times on GPUs have to be measured"
     return [*text, unknown, f"next, on {topology}: {_run_command(arguments)}"]
   # The flag --search needs one of these programs.
   searched = {"train", "decode"} & {row["program"] for row in rows}
@@ -110,7 +111,7 @@ def _command(arguments: Sequence[str], *changes: str) -> str:
 
 
 def _run_command(arguments: Sequence[str]) -> str:
-  """Returns the command of the run itself on GPUs, with the same configuration and memory."""
+  """Returns the command of a run on GPUs, with the compiled configuration and memory fraction."""
   flags = [x for x in _with_values(arguments) if x.lstrip("-").startswith("config")]
   command = shlex.join(["python", "-m", "gspo_jax.main", *flags, "--workdir=DIR"])
   return f"XLA_PYTHON_CLIENT_MEM_FRACTION={GPU_FRACTION:g} {command}"

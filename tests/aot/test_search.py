@@ -112,7 +112,7 @@ def test_where_nothing_fits_it_says_what_is_lacking():
   assert (
     compiled == []
     and candidates.best is None
-    and candidates.needs() == "no mesh divides the batch and the weights"
+    and candidates.needs() == "batch and weights do not divide over any mesh"
   )
   candidates, compiled = searched({1: least(gib=12.0), 2: least(gib=11.0)}, {})
   assert compiled == [] and candidates.needs() == "needs at least 11.0 of 10 GiB per chip"
