@@ -192,8 +192,8 @@ def search(
   if "decode" in names:
     print_line(
       f"sampling on {target}: lengths of {case.lengths.mean:,.0f} in the mean and at most "
-      f"{case.lengths.most:,}. A name is slots, cache positions (0: a full window per slot), tokens "
-      "of a prefill, mesh.rollout_experts"
+      f"{case.lengths.most:,}. A name is slots, cache positions (0: a full window per slot), "
+      "tokens of a prefill, mesh.rollout_experts"
     )
     shards = sharding.batch_shards(sharding.make_mesh(case.config.mesh, devices))
     searches.append(find("decode", sampling(case, shards), topology, tries, slices=slices))

@@ -49,7 +49,7 @@ def devices_of(topology: str, slices: int = 1, target: str = "") -> list:
     TPU_ACCELERATOR_TYPE=chip.host,
     ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # Several processes may compile, since nothing is executed.
   )
-  # A run sees a v4 chip as one device. Without this option, the compiler sees two, the chip's cores.
+  # A run sees a v4 chip as one device. By default this compiler sees each of its two cores as one.
   options = dict(chip_config_name="megacore") if topology.startswith("v4:") else {}
   if number == 1:  # By default the compiler assumes a whole host of four chips.
     options["chips_per_host_bounds"] = (1, 1, 1)

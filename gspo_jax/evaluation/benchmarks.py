@@ -17,7 +17,7 @@ from gspo_jax.tasks.environments import Make
 
 @dataclasses.dataclass(frozen=True)
 class HeldOut:
-  """Problems of a benchmark, read before its verifier is opened."""
+  """Problems of a benchmark, read before the benchmark's verifier is opened."""
 
   name: str  # "" for `data.eval`.
   config: BenchmarkConfig
@@ -51,8 +51,8 @@ def check_problems(name: str, config: BenchmarkConfig, problems: Sequence[Prompt
   """Checks the fields `rating`, `contest_id` and `points` of all problems.
 
   Raises:
-    ValueError: `config.rating` is set and a problem has no numeric rating; or `config.standings` is
-      set and a problem's contest is not in this file, or its points are not a number.
+    ValueError: `config.rating` is set, and a problem has no numeric rating. Or `config.standings`
+      is set, and a problem's contest is not in this file or a problem's points are not a number.
   """
   unrated = [p for p in problems if config.rating and not _has_number(p, "rating")]
   if unrated:
@@ -74,8 +74,8 @@ def check_problems(name: str, config: BenchmarkConfig, problems: Sequence[Prompt
       if "points" in dict(problem.info) and not _has_number(problem, "points"):
         raise ValueError(
           f"eval.benchmarks.{name}: the problem {problem.id} has non-numeric points "
-          f"({dict(problem.info)['points']}); correct the field `points`, or remove it: "
-          "without it, a problem is worth one point"
+          f"({dict(problem.info)['points']}); correct or remove the field `points` (a problem "
+          "without this field is worth one point)"
         )
 
 

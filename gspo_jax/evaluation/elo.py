@@ -54,14 +54,14 @@ def rating(score: np.ndarray, opponent: np.ndarray) -> np.ndarray:
   """
   score, opponent = np.asarray(score, float), np.asarray(opponent, float)
   if score.shape[-1:] in ((), (0,)) or not ((score >= 0) & (score <= 1)).all():
-    raise ValueError(f"a rating needs results from 0 to 1, at least one, and these are {score}")
+    raise ValueError(f"a rating needs at least one result, and results from 0 to 1, not {score}")
   total = score.sum(-1)
   low, high = np.full(total.shape, LOWEST), np.full(total.shape, HIGHEST)
   while np.max(high - low) > 0.01:  # Bisection: Σ p rises with the rating.
     middle = (low + high) / 2
     above = expected(middle[..., None], opponent).sum(-1) > total
     low, high = np.where(above, low, middle), np.where(above, middle, high)
-  # For losses alone, and for wins alone, bisection would only come near the bounds.
+  # If all results are losses or all are wins, bisection only comes near the bounds.
   return np.where(total == 0, LOWEST, np.where(total == score.shape[-1], HIGHEST, (low + high) / 2))
 
 
@@ -83,8 +83,8 @@ def virtual_rating(
 ) -> tuple[float, float, float]:
   """Returns the rating from virtual participation, and its 95 % interval.
 
-  The rating maximises the likelihood of all contests to within about one point. The interval is
-  from resampled contests.
+  The rating maximises the likelihood of all contests, to within about one point. The interval is
+  computed from 1,000 random samples of contests, drawn with replacement.
 
   Args:
     points: for each contest, the points of each participation of the model. The results of a
@@ -132,6 +132,6 @@ def read_standings(path: str | Path) -> dict[str, Contest]:
     except (KeyError, OverflowError, TypeError, ValueError) as error:
       raise ValueError(
         f"{path}, line {number} is no contest: {error!r}. A contest has contest_id, points and "
-        "ratings, as many points as ratings"
+        "ratings, with as many points as ratings"
       ) from error
   return contests

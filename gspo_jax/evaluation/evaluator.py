@@ -54,7 +54,7 @@ class Round(NamedTuple):
 def workload(c: EvalConfig, temperature: float, **requests: Any) -> Workload:
   """Returns the engine's workload for an evaluation.
 
-  requests: the other fields of `Workload`.
+  requests: all fields of `Workload` except `sampling`.
   """
   sampling = SamplingConfig(temperature, c.top_k, c.top_p, max_new_tokens=c.max_new_tokens)
   return Workload(sampling, **requests)
@@ -78,7 +78,8 @@ class Evaluator:
   # Smallest total reward of a right conversation. None means that a conversation is right if its
   # metric `correct` (`Environment.figures`) is 1 or more.
   right_from: float | None = None
-  # Signals of section `constraints`, measured for single turns; None if there are no constraints.
+  # Signals of section `constraints`, which are not measured in conversations. None if there are no
+  # constraints.
   signals: Signals | None = None
 
   def __call__(
@@ -96,7 +97,7 @@ class Evaluator:
       alone: whether the process only evaluates. If so, progress mentions the compilation.
 
     Returns:
-      Metrics by name; and a record of each sampled response, without those of greedy decoding.
+      Metrics by name, and a record of each response except those of greedy decoding.
 
     Raises:
       NoVerdictError: none of a round's responses so far has a verdict.
@@ -121,7 +122,7 @@ class Evaluator:
     self._write_problems(results, step)
     unknown = sum("unknown" in record for x in all_results for record in x["records"])
     if unknown and hosts.is_first():
-      logging.warning("no verdict on %d responses of the evaluation: they count as wrong", unknown)
+      logging.warning("%d responses of the evaluation have no verdict, and count as wrong", unknown)
     return row, records
 
   def key(self, params: Any) -> str:
@@ -224,8 +225,8 @@ class Evaluator:
       workers=self.environment.workers if multi_turn else 0,
       time_limit_s=time_limit(environment),
     )
-    # Problems already in the log have groups too, so that numbers of samples do not change. Equal
-    # prompts share one numbering, and a sample's random numbers depend on its number.
+    # Problems already in the log have groups too, so that every sample keeps its number. Samples of
+    # equal prompts are numbered together, and random numbers depend on a sample's number.
     groups = new_groups(
       problems,
       sampling_round.samples,

@@ -66,7 +66,8 @@ class ResumeLog:
       try:
         lines.append(unseal(line))
       except ValueError as error:
-        sys.stderr.write(f"{self._path}:{number}: {error}; the rest is evaluated again\n")
+        rest = "problems from this line on are evaluated again"
+        sys.stderr.write(f"{self._path}:{number}: {error}; {rest}\n")
         break
     return lines
 

@@ -123,9 +123,9 @@ def pass_at_k(samples: int, right_P: np.ndarray, k: int) -> np.ndarray:
 def bootstrap(value_P: np.ndarray) -> tuple[float, float]:
   """Returns the 95 % interval of the mean, from resampled problems.
 
-  If all values are 0 or all are 1, resampling would give an interval of width 0. If all are 0, the
-  interval therefore ends at the exact bound b = 1 - 0.025^(1/P) of Clopper and Pearson. If all are
-  1, it begins at 1 - b.
+  If all values are 0 or all are 1, resampling would give an interval of width 0. The exact bound of
+  Clopper and Pearson, b = 1 - 0.025^(1/P), is used instead. If all values are 0, the interval ends
+  at b. If all values are 1, the interval begins at 1 - b.
   """
   bound = 1 - 0.025 ** (1 / len(value_P))
   if not value_P.any():

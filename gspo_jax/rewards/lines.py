@@ -1,8 +1,8 @@
 """Rewards for each line of a response (process supervision), for `reward.per_line`.
 
 The module of the verifier needs a function `right_lines(response, answer)`. The function returns n
-bools, one for each line of the expected response: whether the response's line at the same index is
-right. The function's time must be linear in the length of the response.
+bools, one for each line of the expected response. A bool is True if the line of the response at the
+same index is right. The function's time must be linear in the length of the response.
 
 Let p be `reward.partial`, or 1 if `reward.partial` is 0. A right line has the reward p/n. The last
 line of the response also has 1 − p if the verifier accepts the response, and the additions for
@@ -51,9 +51,9 @@ def rewards(
   """Computes rewards of B responses' lines, with noise.
 
   The additions for format and length are not included. Noise flips the verdicts on single lines, at
-  the rates `reward.false_positive` and `reward.false_negative`. A flip depends only on the answer
-  and on the response's text up to the end of this line, so equal texts have equal flips. Noise does
-  not change `correct_B`.
+  the rates `reward.false_positive` and `reward.false_negative`. The flip of a line depends only on
+  the answer and on the response's text up to the end of the line, so equal texts have equal flips.
+  Noise does not change `correct_B`.
 
   Args:
     config: section `reward`: partial credit and noise rates.

@@ -1,16 +1,17 @@
 """Scorers: rewards from a verifier's verdicts, with noise and additions (shaping.py).
 
-A verifier is a module. `settings.rewards.VERIFIERS` lists those of this package; `user_function` is
-the verifier that calls a user's function. Members of the module:
+A verifier is a module. `settings.rewards.VERIFIERS` lists the verifiers of this package. The module
+`user_function` is the verifier that calls a user's function. Members of a verifier:
 
 - `OUTCOMES`: names of all outcomes of a response, such as "right", "wrong" and "timeout".
 - `UNKNOWN`, optional: outcomes without a verdict on the response, besides "crash".
 - `open_verifier`: context manager that yields a `Verify` function. The parameters of this context
-  manager are keys of section `reward`. The function may have an attribute `notes`, a dict of
-  constant metrics of the run.
+  manager are keys of section `reward`. The `Verify` function may have an attribute `notes`, a dict
+  of constant metrics of the run.
 - `check_answer(text)`, optional: raises ValueError for an unreadable gold answer.
-- `word(text)`, optional: returns the gold answer in normalised form if it is a word, else None. A
-  run warns of a frequent word, since such a word may mean that the answer is missing.
+- `word(text)`, optional: returns the gold answer in normalised form if it is a word, else None. If
+  the most frequent gold answer is a word, such as "unknown", a run prints a warning, since this
+  word may replace a missing answer.
 - `right_lines(response, answer)`, optional: returns verdicts on single lines (lines.py).
 """
 
@@ -46,11 +47,11 @@ class Prompt(Protocol):
   # An optional attribute `thinks`, a bool: whether the prompt ends with <think>.
 
 
-# Function from B responses, their prompts, and whether each response stopped (was not truncated).
-# It returns B outcomes, and either B values or None. None means that a response's value is 1 if its
-# outcome is "right", else 0. A response with a verdict is right if its outcome is "right", or if
-# the function returned a value of at least `reward.right_from`. An outcome without a verdict may be
-# a `pool.Failure`, which has a reason.
+# Function of B responses, their prompts, and B bools, which are False for truncated responses. The
+# function returns B outcomes, and either B values or None. None means that a response's value is 1
+# if the outcome is "right", and 0 otherwise. A response with a verdict is right if the outcome is
+# "right", or if the returned value is at least `reward.right_from`. An outcome without a verdict
+# may be a `pool.Failure`, which has a reason.
 Verify = Callable[
   [Sequence[str], Sequence[Prompt], Sequence[bool]], tuple[Sequence[str], Sequence[float] | None]
 ]
@@ -62,16 +63,18 @@ class Scores:
 
   reward: np.ndarray  # Reward for training, float32 [B]; 0 without a verdict.
   # Counts of responses by outcome (right, wrong, timeout, ...). If noise is configured, counts of
-  # flipped verdicts are included; if the format is rewarded, the count of responses that have it.
+  # flipped verdicts are included. If the format is rewarded, the count of responses in this format
+  # is included.
   outcomes: Mapping[str, int]
-  correct: np.ndarray  # 1 for responses right without noise and additions, else 0, float32 [B].
+  # 1 for responses that are right before noise and additions, 0 for other responses, float32 [B].
+  correct: np.ndarray
   # Outcome and reason of each response without a verdict, by index in the batch. Such a response is
   # neither right nor wrong.
   unknown: Mapping[int, str] = dataclasses.field(default_factory=dict)
   # Rewards of each response's lines, float32 [U]; their sum is `reward`. None unless
   # `reward.per_line` is set.
   lines: Sequence[np.ndarray] | None = None
-  # Values of the verifier before noise and additions, float32 [B]; None: they equal `correct`.
+  # Values of the verifier before noise and additions, float32 [B]. None if they equal `correct`.
   values: np.ndarray | None = None
   line_values: Sequence[np.ndarray] | None = None  # `lines` before noise and additions.
 
@@ -114,8 +117,8 @@ def try_out(scorer: Scorer, name: str, prompt: Prompt) -> list[float]:
     prompt: the prompt.
 
   Returns:
-    The reward of the gold answer, and that of the empty response. A reward is NaN if its response
-    has no verdict.
+    The rewards of the gold answer and of the empty response. A reward is NaN if there is no verdict
+    on this response.
 
   Raises:
     ValueError: neither response has a verdict.
@@ -164,15 +167,15 @@ def answer_check(name: str) -> Callable[[str], None] | None:
 
 
 def frequent_word(name: str, answers: Iterable[str]) -> str | None:
-  """Returns the most frequent gold answer if it is a word.
+  """Returns the most frequent gold answer, if it is a word, with its share.
 
   Args:
     name: name of the verifier; "" for none.
     answers: gold answers.
 
   Returns:
-    The word and its share of the answers, as "word: 40%". None if the most frequent answer is not a
-    word, or if the verifier has no function `word`.
+    The word and its share of all gold answers, as "word: 40%". None if the most frequent answer is
+    not a word, or if the verifier has no function `word`.
   """
   word = getattr(_verifier(name), "word", None) if name else None
   if word is None:
@@ -372,14 +375,14 @@ def require_verdicts(reasons: Sequence[str], total: int, place: str) -> None:
   """Raises NoVerdictError if no response has a verdict.
 
   Args:
-    reasons: reasons of the responses without a verdict.
+    reasons: the reason for each response without a verdict.
     total: number of responses.
     place: file with the responses, for the message.
   """
   if total and len(reasons) == total:
     (reason, times), *_ = collections.Counter(reasons).most_common(1)
     raise NoVerdictError(
-      f"there is no verdict on any of {total} responses ({times} times: {reason}). "
+      f"there is no verdict on any of {total} responses. Main reason, {times} times: {reason}. "
       f"The responses are in {place}. Check reward.name or environment.name, the gold answers, and "
       "the verifier's machine or service; then the same command continues from the last checkpoint"
     )

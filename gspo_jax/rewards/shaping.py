@@ -23,12 +23,12 @@ _TAG = re.compile(r"</?(?:think|answer)>")
 
 
 def keeps_format(response: str, name: str) -> bool:
-  """Whether a response has the required tags at their places.
+  """Whether a response has the required tags in the required places.
 
   Format "think" is a thought, `</think>`, and then text. Format "think_answer" is a thought,
-  `</think>`, and then exactly `<answer>text</answer>`. Neither thought nor text may be empty, or
-  contain further tags. The opening `<think>` is optional, since chat templates of reasoning models
-  end the prompt with it.
+  `</think>`, and then exactly `<answer>text</answer>`. Thought and text must not be empty, and must
+  not contain further tags. The opening `<think>` is optional, since chat templates of reasoning
+  models often add it to the prompt.
 
   Reference: arXiv:2501.12948 (format rewards).
 
@@ -51,7 +51,8 @@ def keeps_format(response: str, name: str) -> bool:
 def overlong(length_B: Sequence[int], longest: int, buffer: int) -> np.ndarray:
   """Returns the penalty of overlong responses, float32 [B].
 
-  It is 0 up to `longest - buffer` tokens, -1 from `longest` tokens on, and linear in between.
+  The penalty is 0 up to `longest - buffer` tokens, -1 from `longest` tokens on, and linear between
+  these lengths.
 
   Args:
     length_B: number of tokens of each response.
@@ -95,10 +96,11 @@ def reaches(value_B: np.ndarray, right_from: float) -> np.ndarray:
 
 
 def extremes(value_B: np.ndarray, right_from: float) -> tuple[float, float]:
-  """Returns the values of flipped right and flipped wrong responses.
+  """Returns the values that replace those of flipped responses.
 
-  The first is the minimum of all values and 0, or `right_from - 1` if this minimum is not below
-  `right_from`. The second is the maximum of all values and `right_from`.
+  The first value is for right responses. It is the minimum of all values and 0, or `right_from - 1`
+  if this minimum is not below `right_from`. The second value is for wrong responses. It is the
+  maximum of all values and `right_from`.
 
   Args:
     value_B: values of the batch's responses with a verdict.

@@ -52,13 +52,13 @@ class Signals:
     Args:
       responses: texts of the responses.
       tokens: sampled token ids of each response.
-      stopped: whether each response ended with a stop token or string; False for truncated ones.
+      stopped: whether each response ended with a stop token or stop string; False if truncated.
       prompts: prompt of each response.
 
     Returns:
-      Two dicts. The first has the signals by name, float32 [B] each. The second has an entry for
-      each response on which a verifier gave no verdict. The key is the index in the batch. The
-      value names the verifier and the reason.
+      Two dicts. The first has each signal, float32 [B], by name. The second has an entry for each
+      response on which a verifier gave no verdict. Its key is the response's index in the batch.
+      Its value names the verifier and the reason.
     """
     verdicts = {
       name: scorer(responses, prompts, finished=stopped) for name, scorer in self._scorers.items()

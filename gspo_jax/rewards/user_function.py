@@ -5,9 +5,10 @@ The function takes the text of a response and the record of its prompt: a dict o
 or a number of absolute value up to `LARGEST_REWARD`. A response is right if its reward is at least
 `reward.right_from`.
 
-A call over the time limit is a timeout. An exception or another return value is a crash. After a
-timeout or a crash the response has no verdict: it is neither right nor wrong. The function's memory
-is not limited, since the function may load a model, for example.
+A call that exceeds the time limit is a timeout. A call that raises an exception or returns any
+other value is a crash. After a timeout or a crash the response has no verdict, so it is neither
+right nor wrong. The function's memory is not limited, since the function may load a model, for
+example.
 """
 
 import contextlib
@@ -50,7 +51,10 @@ def open_verifier(name: str, workers: int, time_limit_s: float) -> Iterator[Call
 
 
 def record(prompt: Any) -> dict[str, str]:
-  """Returns the prompt's record: fields of the data row, overridden by id, question and answer."""
+  """Returns the prompt's record for the user's function.
+
+  The record has the fields of the data row. The fields id, question and answer are the prompt's.
+  """
   return dict(prompt.info) | dict(id=prompt.id, question=prompt.question, answer=prompt.answer)
 
 
@@ -61,7 +65,8 @@ def call(item: list[Any]) -> float:
     item: `[name, response, record]`. `[name]` alone only imports the function, and returns 0.
 
   Raises:
-    ValueError: the function returns no number, or one beyond `LARGEST_REWARD`.
+    TypeError: the returned value is neither a number nor a text.
+    ValueError: the returned text is not a number, or the number is NaN or beyond `LARGEST_REWARD`.
   """
   name, *arguments = item
   function = _load(name, name)

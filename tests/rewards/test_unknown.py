@@ -78,7 +78,7 @@ def test_when_everything_fails_nothing_is_raised_either(broken):
   assert not scores.known.any() and not scores.reward.any()
   with pytest.raises(rewards.NoVerdictError) as error:
     rewards.require_verdicts([*scores.unknown.values()], 3, "a file")
-  assert "any of 3 responses (2 times: crash: OSError: [Errno 28] No space" in str(error.value)
+  assert "any of 3 responses. Main reason, 2 times: crash: OSError: [Errno 28] " in str(error.value)
   assert "a file" in str(error.value) and "\n" not in str(error.value)
   rewards.require_verdicts([*scores.unknown.values()], 4, "")  # there is one
   rewards.require_verdicts([], 0, "")

@@ -419,7 +419,8 @@ def test_a_response_that_could_not_be_sampled_is_unknown(replay):
 
 def test_a_batch_without_any_verdict_ends_the_run():
   collect, files, _ = judged([(name, [None] * 3) for name in "abc"], extra_rounds=3)
-  with pytest.raises(NoVerdictError, match=r"any of 9 responses \(3 times: crash: a\).*rl_000001"):
+  message = r"any of 9 responses\. Main reason, 3 times: crash: a\..*rl_000001"
+  with pytest.raises(NoVerdictError, match=message):
     collect()
   assert len(files["unknown", "rl", 1]) == 9
 
