@@ -280,7 +280,7 @@ SECTIONS = (
            {"segment/count": "segments blue", "segment/length": "tokens orange"}),
   ),
   _section(
-    "ratio", "Distance", "",
+    "ratio", "KL divergence", "",
     _chart("KL to the sampling policy", "estimators k1 and k3, nats per token",
            {"kl/k1": "k1 grey", "kl/k3": "k3 blue"}, zero=False),
     _by_minibatch("KL", "estimator k3 at each update, nats per token", "kl/k3"),
