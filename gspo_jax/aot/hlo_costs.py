@@ -280,7 +280,7 @@ def sent_for(instruction: Instruction, torus: links.Links | None = None) -> Sent
 
 
 def network_bytes(instruction: Instruction) -> float:
-  """Returns the bytes that a device sends between slices for a `recv`.
+  """Returns the bytes sent by a device to other slices, for a `recv`.
 
   XLA splits a collective among slices into collectives within each slice and a transfer between
   slices. A `recv` is the receiving end of such a transfer. Returns 0 if the `recv` has no transfer

@@ -143,6 +143,6 @@ def _gigabytes(n: float) -> str:
 
 
 def print_line(text: str) -> None:
-  """Prints a line and flushes stdout, so that a pipe shows the line at once."""
+  """Prints a line and flushes stdout, since a pipe would show the line later."""
   sys.stdout.write(text + "\n")
   sys.stdout.flush()

@@ -96,7 +96,7 @@ def reaches(value_B: np.ndarray, right_from: float) -> np.ndarray:
 
 
 def extremes(value_B: np.ndarray, right_from: float) -> tuple[float, float]:
-  """Returns the values that replace those of flipped responses.
+  """Returns the values of right and of wrong responses after a flip.
 
   The first value is for right responses. It is the minimum of all values and 0, or `right_from - 1`
   if this minimum is not below `right_from`. The second value is for wrong responses. It is the

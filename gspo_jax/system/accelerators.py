@@ -3,8 +3,8 @@
 import dataclasses
 
 GIB = 2**30
-# Assumed fraction of a GPU's memory for arrays. The user has to set XLA_PYTHON_CLIENT_MEM_FRACTION
-# to this value. The rest is for CUDA, buffers of NCCL, and workspaces of cuDNN and cuBLAS.
+# Assumed fraction of a GPU's memory for arrays. It needs XLA_PYTHON_CLIENT_MEM_FRACTION with this
+# value. The rest is for CUDA, buffers of NCCL, and workspaces of cuDNN and cuBLAS.
 GPU_FRACTION = 0.92
 
 

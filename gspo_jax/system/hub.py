@@ -175,8 +175,8 @@ class Repository:
       total = sum(remote.size for remote in remotes)
       with (
         concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool,
-        # After an error the transfer closes before the pool. `Transfer.add` then raises errors,
-        # which end the pool's threads.
+        # After an error the transfer closes before the pool. `Transfer.add` then raises errors that
+        # end the pool's threads.
         Transfer(f"downloading {self.id}", total, active=hosts.is_first()) as transfer,
       ):
         list(pool.map(functools.partial(_Remote.download, transfer=transfer), remotes))
@@ -199,8 +199,8 @@ class _Remote:
   repository: Repository
   file: str
   url: str
-  # URL of the file's bytes: a URL of the hub itself, or a signed URL of the storage behind the hub,
-  # which is valid for about an hour.
+  # URL of the file's bytes: a URL of the hub itself, or a signed URL of the storage behind the hub.
+  # A signed URL is valid for about an hour.
   location: str
   size: int
   blob: Path  # Path of the whole file in the cache.

@@ -432,4 +432,4 @@ def test_a_mesh_that_only_samples_has_its_own_memory():
   assert "of the rollout mesh" in two and "while it samples" not in two
   assert "rollout mesh" not in shared and "while it samples" in shared
   weights = "the sampler's weights"
-  assert gib(two, "the next weights for it") == pytest.approx(2 * gib(two, weights), rel=0.02)
+  assert gib(two, "newer weights for the") == pytest.approx(2 * gib(two, weights), rel=0.02)

@@ -57,7 +57,7 @@ def test_a_virtual_contest_is_rated_as_codeforces_seeds_it():
 
 @pytest.mark.parametrize("score", [[], [1.5], [-0.1], [np.nan]])
 def test_impossible_results(score):
-  with pytest.raises(ValueError, match="rating needs results"):
+  with pytest.raises(ValueError, match="rating needs at least one result"):
     elo.rating(score, [1500] * len(score))
 
 
