@@ -2,8 +2,8 @@
 
 An environment (`trajectory.Environment`) is user code. It reads arbitrary policy output and often
 calls outside services, so its results are not trusted. If a call raises, exits, hangs or returns an
-unusable value, only its own conversation fails. All calls run in threads with a time limit
-(system/workers.py). Results are converted to plain Python values of limited size.
+unusable value, only the conversation of this environment fails. All calls run in threads with a
+time limit (system/workers.py). Results are converted to plain Python values of limited size.
 
 A conversation's *figures* are named metrics from its environment (`Environment.figures`).
 """
@@ -45,20 +45,21 @@ class Turn(NamedTuple):
 
   tokens: list[int]
   last: bool  # Whether no turn can follow: this turn was truncated, or is turn `max_turns`.
-  remaining: int  # Tokens up to the trajectory's limit. An observation must have fewer.
+  # Number of tokens that the trajectory may still have. An observation must have fewer tokens.
+  remaining: int
   vocab_size: int  # Exclusive upper bound on token ids.
   calls: int  # Number of tool calls in earlier turns.
 
 
 class Answer(NamedTuple):
-  """Checked result of an environment's step. The defaults are those of a single turn.
+  """Checked result of an environment's step. The defaults are the answer to a single turn.
 
   Attributes:
     observation: token ids between this turn and the next; () after the last turn.
     reward: reward of the turn.
     done: whether the environment ended the conversation.
-    over: whether this was the last turn. Besides `done`, the causes are `Turn.last` and an
-      observation that is too long.
+    over: whether this was the last turn: `done` or `Turn.last` is True, or the observation is too
+      long.
     calls: number of tool calls of the turn.
     figures: figures of the conversation after its last turn; {} after other turns.
     failure: description of a failure; "" if there is none.
@@ -122,7 +123,7 @@ def resume(trajectory: Trajectory, make: Make, prompt: Prompt) -> str:
 
 
 def step(environment: Environment, turn: Turn) -> Answer:
-  """Steps an environment with a turn of the policy, and checks its answer.
+  """Steps an environment with a turn of the policy, and checks the environment's answer.
 
   Raises:
     Unusable: the environment returned an unusable value.
@@ -147,7 +148,7 @@ def step(environment: Environment, turn: Turn) -> Answer:
 def try_turn(
   make: Make, environment: Environment, tokens: Sequence[int], remaining: int, vocab_size: int
 ) -> Answer:
-  """Steps a new environment with a turn.
+  """Steps a new environment with its first turn.
 
   Args:
     make: constructor of the environment; only its time limit is used.

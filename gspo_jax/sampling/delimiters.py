@@ -1,6 +1,7 @@
-"""Ends of a response's steps, such as thoughts and tool calls, by delimiters like `</think>`.
+"""Search for the ends of a response's steps.
 
-A delimiter may be one token or several, and a token may contain more than a delimiter. So the
+A step is for example a thought or a tool call. It ends with a delimiter, such as `</think>`. A
+delimiter may be one token or several, and a token may contain more than a delimiter. So the
 response's bytes are searched, not its tokens.
 """
 
@@ -16,7 +17,7 @@ TAGS = ("</think>", "</tool_call>", "<｜tool▁call▁end｜>", "<|tool_call_en
 
 @dataclasses.dataclass(frozen=True)
 class Delimiters:
-  """Delimiters of steps, with a tokenizer's tables."""
+  """Delimiters of steps, with the bytes and stop ids of a tokenizer."""
 
   texts: tuple[bytes, ...]  # The delimiters.
   token_bytes: Mapping[int, bytes]  # Bytes of each token id's text.
@@ -27,12 +28,12 @@ def choose(texts: Sequence[str] | None, tokenizer: Any) -> tuple[str, ...]:
   """Returns the delimiters' texts.
 
   Args:
-    texts: configured delimiters. None or an empty list means all of TAGS that are in the chat
+    texts: configured delimiters. None or an empty list means those of TAGS that occur in the chat
       template.
     tokenizer: tokenizer with the chat template.
 
   Raises:
-    ValueError: there are no `texts`, and the chat template has no tag.
+    ValueError: there are no `texts`, and none of TAGS occurs in the chat template.
   """
   if texts:
     return tuple(texts)
@@ -49,7 +50,7 @@ def choose(texts: Sequence[str] | None, tokenizer: Any) -> tuple[str, ...]:
 
 
 def delimiters(texts: Sequence[str] | None, tokenizer: Any) -> Delimiters:
-  """Returns the delimiters chosen by `choose`, with the tokenizer's tables."""
+  """Returns the delimiters chosen by `choose`, with the tokenizer's bytes and stop ids."""
   encoded = tuple(text.encode() for text in choose(texts, tokenizer))
   return Delimiters(encoded, dict(enumerate(tokenizer.token_bytes())), tuple(tokenizer.stop_ids))
 
@@ -60,13 +61,13 @@ def step_ends(
   mask_BT: np.ndarray,
   turn_BT: np.ndarray | None = None,
 ) -> np.ndarray:
-  """Marks the sampled tokens at the end of a delimiter, bool [B, T].
+  """Marks the sampled tokens in which a delimiter ends, bool [B, T].
 
   A delimiter must lie within one turn. Delimiters may overlap. A token directly before a stop token
-  is not marked. So the stop token is not a separate step.
+  is not marked. Otherwise the stop token would be a separate step.
 
   Args:
-    delimiters: delimiters and tables of the tokenizer.
+    delimiters: delimiters of steps, with the bytes and stop ids of the tokenizer.
     tokens_BT: token ids.
     mask_BT: 1 for sampled tokens, 0 elsewhere.
     turn_BT: turn of each sampled token; None if every response is a single turn.

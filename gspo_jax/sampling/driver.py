@@ -2,8 +2,8 @@
 
 Environments run on the first host only. `conversations` checks their answers, and the driver
 broadcasts the answers to the other hosts. Each finished turn goes to its environment at once, and
-the next turn is submitted as soon as the environment has answered. If `workers` is not 0, other
-trajectories are sampled while an environment steps.
+the next turn is submitted as soon as the environment has answered. If `workers` is above 0,
+environments step in threads, while the engine samples further trajectories.
 """
 
 import collections
@@ -136,7 +136,7 @@ class Driver:
   def _handle_response(self, response: Response) -> None:
     """Appends a response to its trajectory.
 
-    After a whole turn, starts the environment's step.
+    If the turn is finished, starts the environment's step.
 
     Raises:
       ValueError: the workload needs the support of each token, and the engine records no supports.
@@ -179,7 +179,7 @@ class Driver:
     return submit(conversations.step, environment, turn, limit_s=self._time_limit_s)
 
   def _wait(self, return_when: str = concurrent.futures.ALL_COMPLETED) -> None:
-    """Waits for all environment steps, or for the first to end."""
+    """Waits for all environment steps, or for the first of them to end."""
     self._workers.wait([call for *_, call in self._environment_calls], return_when)
 
   def _finish_turns(self, submit_next: bool = True) -> Iterator[Trajectory]:
@@ -191,7 +191,7 @@ class Driver:
     yield from self._pop_failed()
     self._workers.expire()
     completed, pending = [], []
-    for turn in self._environment_calls:  # Calls `done()` once: the result may change.
+    for turn in self._environment_calls:  # Calls `done()` once, since its result may change.
       (completed if turn[-1].done() else pending).append(turn)
     self._environment_calls = pending
     answers = [conversations.answer(call) for *_, call in completed]
@@ -231,7 +231,7 @@ def new_groups(
 
   Args:
     prompts: prompts, one for each group.
-    size: number of trajectories in a group: one number for all prompts, or one for each prompt.
+    size: number of trajectories in a group. A sequence has a separate number for each prompt.
     seed: seed of the PRNG keys.
     longest: maximum number of tokens of a prompt.
     make: constructor of a trajectory's environment. None means single turns.

@@ -17,7 +17,8 @@ class ServersGone(Exception):
 class Engine(Protocol):
   """Samples responses to requests with the newest loaded weights.
 
-  Order of calls: `load`; `start`, `submit` and `step` until the workload is done; `stop`.
+  Call `load` first, and then `start`. Call `submit` and `step` until the workload is done, and
+  finally `stop`.
   """
 
   usage: Usage  # Counts since the last `start`.
@@ -29,7 +30,10 @@ class Engine(Protocol):
     """Loads a copy of the trainer's parameters. Later tokens have the version `version`."""
 
   def revive(self) -> None:
-    """Restores lost samplers. The loading thread calls this while another thread is in `step`."""
+    """Makes the engine usable again if all its servers have failed.
+
+    The loading thread calls `revive` while another thread is in `step`.
+    """
 
   def release(self) -> None:
     """Frees the memory of the weights, for the updates. Call `load` before the next `start`."""
@@ -54,7 +58,7 @@ class Engine(Protocol):
     ...
 
   def stop(self) -> list[Response]:
-    """Ends the workload, frees its memory and returns the remaining responses.
+    """Ends the workload, frees its memory and returns the responses not yet returned.
 
     Unfinished responses have their tokens so far.
     """

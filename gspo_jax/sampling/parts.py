@@ -18,15 +18,15 @@ def segment_ids(
 ) -> np.ndarray:
   """Numbers each response's segments from 0, int32 [B, T]; 0 off the mask.
 
-  A new segment begins at the first token of a turn, after a token marked in `ends_BT`, and once the
-  current segment has `size` sampled tokens. Observations belong to no segment.
+  A new segment begins at the first token of a turn, after every `size` sampled tokens of a turn,
+  and after a token marked in `ends_BT`. Observations belong to no segment.
 
   Args:
     mask_BT: 1 for sampled tokens, 0 elsewhere.
     turn_BT: turn of each sampled token; None if every response is a single turn.
     size: maximum number of tokens in a segment; None for no maximum.
-    ends_BT: bool, marks the last tokens of lines (`breaks` > 0) or of steps
-      (`delimiters.step_ends`); None if no token ends a segment.
+    ends_BT: bool, True at the last token of each line (`breaks` > 0) or step
+      (`delimiters.step_ends`). None if segments are not lines or steps.
   """
   ids_BT = np.zeros(mask_BT.shape, np.int32)
   row_X, time_X = np.nonzero(mask_BT > 0)
@@ -69,7 +69,7 @@ def line_rewards(
   token with several line breaks receives the sum of the rewards of all lines that end in it.
 
   Args:
-    reward_U: rewards of lines, at most one more than the response has line breaks.
+    reward_U: reward of each line. A response with n line breaks has at most n + 1 lines.
     tokens_X: token ids of the response.
     breaks_V: number of line breaks of each token id, as in `breaks`.
   """

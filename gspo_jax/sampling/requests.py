@@ -9,8 +9,8 @@ from gspo_jax import sharding
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.settings.sampling import SHORTEST_PREFILL, EngineConfig, SamplingConfig
 
-# Smallest `Workload.piece` above 0. Shorter pieces would waste work, since each call prefills its
-# whole prefix again.
+# Minimum of `Workload.piece`, unless it is 0. Each piece is sampled by a separate call to a server,
+# which prefills the whole prefix again. So shorter pieces would waste work.
 LEAST_PIECE = 64
 
 
@@ -27,11 +27,11 @@ class Workload:
   several_turns: bool = False  # Whether observations and more turns may follow a turn.
   partial: bool = False  # Whether unfinished trajectories are resumed.
   record_routing: bool = False  # Whether to record the experts chosen in prefill and decoding.
-  # Maximum size of a recorded support. A support is the set of tokens inside top-k, top-p and
-  # min-p. 0 means that no support is recorded.
+  # Maximum number of tokens in a recorded support, the set of tokens inside top-k, top-p and min-p.
+  # 0 means that no support is recorded.
   support: int = 0
-  # Exclusive upper bound on sampled token ids: the tokenizer's size; 0 for no bound. (A model may
-  # have more embeddings than the tokenizer has tokens.)
+  # The tokenizer's size, an exclusive upper bound on sampled token ids. A model may have more
+  # embeddings than the tokenizer has tokens. 0 means no bound.
   vocabulary: int = 0
   piece: int = 0  # Maximum number of tokens of a server's partial response; 0 for whole responses.
 
@@ -47,7 +47,10 @@ class Workload:
 
   @property
   def samples(self) -> int:
-    """Number of responses of a typical request. With several turns, each turn is a request."""
+    """Number of responses of a typical request.
+
+    If trajectories have several turns, each turn is a separate request for one response.
+    """
     return 1 if self.several_turns else self.group_size
 
 
@@ -65,13 +68,13 @@ class Sizes:
   entries: int  # Number of prefixes in the queue, per shard.
   longest: int  # Maximum number of tokens of a prefix, also of a restarted response (refill.py).
   prompt: int  # Padded length of the longest prefix, restarted responses excluded.
-  prefix: int  # Padded length of `longest`; positions of a queue entry.
+  prefix: int  # Padded length of a prefix of `longest` tokens; positions of a queue entry.
   pages: int  # Number of pages for slots and queue, per shard; 0 for a dense cache.
   page: int  # Positions of a page.
   piece: int  # Maximum number of tokens in one forward pass of prefill, per shard.
 
   def at_once(self, length: int) -> int:
-    """Returns how many prefixes of a padded length one prefill takes, per shard."""
+    """Returns the number of prefixes of a padded length in one prefill, per shard."""
     return min(self.rows, max(1, self.piece // length))
 
   def bucket(self, prefix: int) -> int:
@@ -142,10 +145,10 @@ class Request:
   prompt: tuple[int, ...]  # Token ids.
   max_new_tokens: int  # Maximum number of new tokens of each response; `prior` is not counted.
   samples: int = 1  # Number of responses.
-  first_sample: int = 0  # Sample number of the first response; the others count up.
+  first_sample: int = 0  # Sample number of the first response. Later responses count up from it.
   seed: int = 0
   stop_ids: tuple[int, ...] = ()  # Token ids that end a response. The stop token belongs to it.
-  stop_strings: tuple[str, ...] = ()  # A response ends at the token that completes one.
+  stop_strings: tuple[str, ...] = ()  # A response ends at the token that completes one of them.
   prior: tuple[int, ...] = ()  # Earlier tokens after the prompt, sampled or observed.
   unfinished: int = 0  # Number of tokens at the end of `prior` that belong to the current turn.
   tag: Any = None  # Caller's label; engines do not use it.
@@ -208,7 +211,7 @@ class Response:
   experts: np.ndarray | None
   # Token ids in each sampling distribution, int32 [n, X], padded with -1; None if not recorded.
   support: np.ndarray | None = None
-  failure: str = ""  # Why no more tokens could be sampled; "" without a failure.
+  failure: str = ""  # Reason why no more tokens could be sampled; "" if there was no failure.
 
 
 @dataclasses.dataclass
@@ -224,8 +227,9 @@ class Usage:
   prefill_seconds: float = 0.0
   decode_seconds: float = 0.0
   put_aside: int = 0  # Responses displaced because no page was free, and restarted (refill.py).
-  cache_bytes: int = 0  # Size of the cache, summed over devices; the maximum over workloads.
-  # Newest metrics of servers, by name; {} for a local engine, and on all hosts but the first.
+  # Bytes of the cache on all devices. If workloads differ, this is their maximum, not their sum.
+  cache_bytes: int = 0
+  # Newest metrics of servers, by name; {} for a local engine, and on hosts other than the first.
   servers: dict[str, float] = dataclasses.field(default_factory=dict)
 
   def add(self, other: "Usage") -> None:
@@ -284,7 +288,11 @@ def workload(
 
 
 def paged(config: EngineConfig) -> bool:
-  """Whether the cache is paged; `auto` pages it on TPU, and if `cache_tokens` is set."""
+  """Whether the cache is paged.
+
+  If `engine.cache` is "auto", the cache is paged on TPU, and on any platform if `cache_tokens` is
+  set.
+  """
   if config.cache == "auto":
     return bool(config.cache_tokens) or sharding.platform() == "tpu"
   return config.cache == "paged"

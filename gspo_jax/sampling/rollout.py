@@ -1,4 +1,4 @@
-"""Sampling of single turns: prompts × group size -> Rollout."""
+"""Sampling of single-turn responses, a group for each prompt, as a `Rollout`."""
 
 from collections.abc import Sequence
 
@@ -35,20 +35,21 @@ def generate(
   """Samples `group_size` responses to every prompt.
 
   A response depends only on the weights, the sampling settings, `seed`, the prompt's tokens and the
-  response's number in its group, not on other prompts, slots or devices. (A repeated prompt counts
-  as one larger group.) Under a mesh (`jax.set_mesh`), the responses are split over the mesh's batch
-  axes. Use `sample_rollout` for stop strings, recorded experts, or an engine for several calls; use
-  `Driver` for several turns.
+  response's number in its group, not on other prompts, slots or devices. If a prompt is repeated,
+  its copies count as one larger group. Under a mesh (`jax.set_mesh`), the responses are split over
+  the mesh's batch axes. Use `sample_rollout` for stop strings, for recorded experts, or to keep an
+  engine for several calls. Use `Driver` for several turns.
 
   Args:
     prompts: non-empty lists or arrays of token ids.
     temperature: temperature of the softmax; 0 for greedy decoding.
     stop_ids: token ids that end a response. The response includes its stop token.
-    engine: settings such as the number of slots; by default one slot for each response.
+    engine: settings of the engine, such as the number of slots. By default, each response has a
+      slot.
 
   Returns:
-    A Rollout with `group_size` rows per prompt, in the prompts' order. The length of a row is that
-    of the longest prompt plus `max_new_tokens`.
+    A Rollout with `group_size` rows per prompt, in the prompts' order. The length of a row is the
+    length of the longest prompt plus `max_new_tokens`.
 
   Raises:
     TypeError: a prompt is not a list of token ids, for example a string.

@@ -18,20 +18,24 @@ def row_key(seed: jax.Array, prompt: jax.Array, sample: jax.Array) -> jax.Array:
   Args:
     seed: seed of the request.
     prompt: hash of the prompt.
-    sample: number of the response among those to the prompt.
+    sample: number of the response among all responses to the prompt, counted from 0.
   """
   return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), prompt), sample)
 
 
 def temper(logits_BV: jax.Array, config: SamplingConfig) -> jax.Array:
-  """Divides logits by the temperature, in float32; for greedy decoding by 1."""
+  """Divides logits by the temperature, in float32.
+
+  For greedy decoding, with temperature 0, logits are unchanged.
+  """
   return logits_BV.astype(jnp.float32) / (config.temperature or 1.0)
 
 
 def mask_beyond(logits_BV: jax.Array, vocabulary: int) -> jax.Array:
-  """Sets logits of token ids above `vocabulary - 1` to -inf; `vocabulary=0` changes none.
+  """Sets logits of the token ids `vocabulary` and above to -inf.
 
-  Models often have more embeddings than the tokenizer has tokens.
+  Models often have more embeddings than the tokenizer has tokens. If `vocabulary` is 0, all logits
+  are unchanged.
   """
   if not 0 < vocabulary < logits_BV.shape[-1]:
     return logits_BV
@@ -39,10 +43,10 @@ def mask_beyond(logits_BV: jax.Array, vocabulary: int) -> jax.Array:
 
 
 def truncate(logits_BV: jax.Array, config: SamplingConfig) -> jax.Array:
-  """Sets logits outside top-k to -inf, then logits outside top-p, then logits outside min-p.
+  """Sets logits of tokens outside top-k, top-p and min-p to -inf, in this order.
 
-  Top-p is a share of the probability of the tokens inside top-k. Of tokens with equal logits,
-  either all are inside or none.
+  Probabilities for top-p are normalised over the tokens inside top-k. Tokens with equal logits are
+  either all inside or all outside.
   """
   if config.top_k:
     top_logits = jax.lax.top_k(logits_BV, min(config.top_k, logits_BV.shape[-1]))[0]
@@ -50,7 +54,7 @@ def truncate(logits_BV: jax.Array, config: SamplingConfig) -> jax.Array:
   if config.top_p < 1:
     descending = jnp.sort(logits_BV, axis=-1, descending=True)
     p = jax.nn.softmax(descending, axis=-1)
-    # A token is inside if all likelier tokens together have a probability below top_p.
+    # A token is inside top-p if the probabilities of all likelier tokens sum to less than top_p.
     inside = jnp.cumsum(p, axis=-1) - p < config.top_p
     least = jnp.min(jnp.where(inside, descending, jnp.inf), axis=-1, keepdims=True)
     logits_BV = jnp.where(logits_BV < least, -jnp.inf, logits_BV)
@@ -61,10 +65,10 @@ def truncate(logits_BV: jax.Array, config: SamplingConfig) -> jax.Array:
 
 
 def support(tempered_BV: jax.Array, config: SamplingConfig) -> jax.Array:
-  """Returns token ids inside top-k, then top-p, then min-p, int32 [B, k].
+  """Returns the token ids inside top-k, top-p and min-p, int32 [B, k].
 
-  The ids are in order of falling probability, padded with NO_TOKEN. Of tokens tied at rank k,
-  `truncate` includes all, but this function only as many as fit into k ids.
+  The ids are in order of falling probability, padded with NO_TOKEN. If several tokens tie at rank
+  k, `truncate` keeps all of them, but this function returns at most k ids.
   """
   logits_Bk, token_Bk = jax.lax.top_k(tempered_BV, min(config.top_k, tempered_BV.shape[-1]))
   logits_Bk = truncate(logits_Bk, dataclasses.replace(config, top_k=0))
@@ -72,7 +76,11 @@ def support(tempered_BV: jax.Array, config: SamplingConfig) -> jax.Array:
 
 
 def mask_outside(logits_BV: jax.Array, support_BX: jax.Array) -> jax.Array:
-  """Sets logits outside the support (token ids, padded with NO_TOKEN) to -inf."""
+  """Sets logits of tokens outside the support to -inf.
+
+  Args:
+    support_BX: token ids of the support, padded with NO_TOKEN.
+  """
 
   def on_each_device(logits_BV, support_BX):
     B, V = logits_BV.shape
@@ -96,24 +104,27 @@ def sample(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Samples a token for each batch row.
 
-  Row b's random numbers depend only on (keys_B[b], position_B[b]), not on other rows. The method
-  is the Gumbel-max trick: the argmax of log-probabilities plus Gumbel noise is a sample. First a
-  block of the vocabulary is sampled, and then a token of this block. That takes about 2 √V random
-  numbers instead of V. Each number is made from 64 random bits. If it were made from 23 bits,
-  float32 Gumbel noise could not exceed 15.94, and the rarest tokens would never be sampled.
+  The random numbers of row b depend only on keys_B[b] and position_B[b]. The method is the
+  Gumbel-max trick: the argmax of log-probabilities plus Gumbel noise is a sample. First a block of
+  the vocabulary is sampled, and then a token of this block. These two steps take about 2 √V random
+  numbers. A single step would take V. Each random number is made from 64 bits. With JAX's default
+  of 23 bits, Gumbel noise would not exceed 15.94, and the rarest tokens would never be sampled.
 
   Args:
     logits_BV: logits of the model.
     keys_B: PRNG key of each response.
     position_B: index of the new token after the prompt, folded into the key.
     config: temperature and truncation.
-    support_BX: token ids to sample from, as returned by `support`; None to apply `truncate`.
+    support_BX: token ids to sample from, as returned by `support`. None means that `truncate`
+      selects the tokens.
     vocabulary: exclusive upper bound on sampled token ids, the tokenizer's size; 0 for no bound.
-      The log-prob after temperature alone is normalised over all ids, as in the trainer.
+      The log-prob after temperature alone is normalised over all ids nevertheless, as in the
+      trainer.
 
   Returns:
-    The token, int32 [B]; its log-prob after temperature and truncation, float32 [B]; and its
-    log-prob after temperature alone, float32 [B]. Without truncation, the two log-probs are equal.
+    Three arrays [B]: the token, int32; its log-prob after temperature and truncation, float32; and
+    its log-prob after temperature alone, float32. If nothing is truncated, the two log-probs are
+    equal.
   """
   tempered_BV = temper(logits_BV, config)
   if support_BX is None:
@@ -143,7 +154,7 @@ def sample(
 
 
 def _blocks(x_BV: jax.Array) -> jax.Array:
-  """Reshapes [B, V] to J blocks of W tokens, [B, J, W], padded with -inf.
+  """Splits the vocabulary into J blocks of W tokens, [B, J, W], padded with -inf.
 
   W is the smallest power of two above √V.
   """

@@ -13,9 +13,9 @@ def end(
 ) -> tuple[int | None, list[int] | None]:
   """Finds the end of the first stop string in a response's `new` tokens.
 
-  A stop string may begin before `new`. So `tail` is searched too: the last earlier tokens, as many
-  as the longest stop string has bytes. The cost of a call therefore does not grow with the
-  response. Tokens without a text, such as special tokens, are ignored.
+  A stop string may begin before `new`. So `tail`, the last earlier tokens, is searched too. It has
+  at most as many tokens as the longest stop string has bytes. The cost of a call therefore does not
+  grow with the response. Tokens without a text, such as special tokens, are ignored.
 
   Args:
     request: request with the stop strings. A stop string may begin in the turn's `unfinished` part.
@@ -24,9 +24,9 @@ def end(
     detokenize: function from token ids to text; None if there are no stop strings.
 
   Returns:
-    The number of `new` tokens up to and including the token that completes a stop string, None if
-    no stop string is complete; and `tail` for the next call, None if the request has no stop
-    strings.
+    Two values. The first is the number of `new` tokens up to and including the token that completes
+    a stop string; None if no stop string is complete. The second is `tail` for the next call; None
+    if the request has no stop strings.
   """
   strings = request.stop_strings
   if not strings:

@@ -20,15 +20,16 @@ from gspo_jax.sampling.requests import Response
 from gspo_jax.structs import Rollout
 
 Message = Mapping[str, str]  # Keys `role` and `content`.
-MOST_FIGURES = 200  # Maximum number of environments' metrics (`Environment.figures`) in a step.
+MOST_FIGURES = 200  # Maximum number of figures (`Environment.figures`) that `means` returns.
 
 
 class Environment(Protocol):
   """Environment of one trajectory: user code on the host, one object per trajectory.
 
-  An optional integer attribute `tool_calls` counts the tool calls so far. Without this attribute,
-  every turn but the last counts as one tool call. If a method raises, returns an unusable value or
-  exceeds the time limit (tasks/environments.py), only its own trajectory ends.
+  An optional integer attribute `tool_calls` counts the tool calls so far. If there is no such
+  attribute, every turn but the last counts as one tool call. If a method raises, returns an
+  unusable value or exceeds the time limit (tasks/environments.py), the trajectory fails, and all
+  other trajectories continue.
   """
 
   def reset(self) -> Sequence[Message] | Sequence[int]:
@@ -38,10 +39,10 @@ class Environment(Protocol):
   def step(self, response: Sequence[int]) -> tuple[Sequence[int], float, bool]:
     """Steps with a turn's tokens; returns (observation tokens, the turn's reward, done).
 
-    A turn ends with a stop token or a stop string. A turn with another end was truncated at the
-    trajectory's maximum length. The next turn follows the observation directly, so the observation
-    must include all tokens expected there, such as a chat template's headers. The observation after
-    the last turn is ignored.
+    A turn ends with a stop token or a stop string, unless it was truncated at the trajectory's
+    maximum length. The next turn follows the observation directly. So the observation must include
+    all tokens between the two turns, such as a chat template's headers. The observation after the
+    last turn is ignored.
 
     A run resumed in the middle of a trajectory creates a new environment and repeats the past
     turns. Equal turns must therefore get equal answers.
@@ -92,19 +93,20 @@ class Trajectory:
     sample: number of this trajectory among those with the same prompt; consecutive in a group.
     seed: seed of the request; `seed`, `prompt` and `sample` determine the PRNG key.
     environment: the environment. For conversations it is None on hosts other than the first, and
-      after a restore until `conversations.resume`.
+      after a restore until `conversations.resume` has created it.
     tag: label for the caller.
-    turn: index of the current turn, and number of finished turns.
+    turn: index of the current turn, which is also the number of finished turns.
     calls: number of tool calls in each finished turn.
     finished: whether the trajectory has ended: its environment ended it, it reached the maximum
       length or number of turns, or it failed.
     stopped: whether the last turn ended with a stop token or stop string, and the environment was
       done. After a single turn, the environment is always done.
-    limit: maximum number of tokens after the prompt, set by the latest driver; 0 before.
+    limit: maximum number of tokens after the prompt, set by the latest driver; 0 until a driver
+      sets it.
     experts: experts chosen in the first forward pass of each token except the last token, int8 or
       int16 [prompt + n - 1, l, k]; None if not recorded.
-    support: token ids in each token's sampling distribution, int32 [n, X], padded with NO_TOKEN; a
-      row of NO_TOKEN alone means an observation or the whole vocabulary. None if not recorded.
+    support: token ids in each token's sampling distribution, int32 [n, X], padded with NO_TOKEN. A
+      row with no token ids means an observation or the whole vocabulary. None if not recorded.
     figures: metrics of the finished trajectory, by name (`Environment.figures`).
     failure: description of the environment's or the response's failure; "" if there is none. The
       reward of a failed trajectory is unknown.
@@ -137,7 +139,7 @@ class Trajectory:
 
   @property
   def oldest_version(self) -> int | None:
-    """Oldest version of the weights of any sampled token; None without sampled tokens."""
+    """Oldest version of the weights that sampled a token; None if no token is sampled."""
     return min(self.version[self.turns >= 0].tolist(), default=None)
 
   @property
@@ -245,7 +247,7 @@ class Trajectory:
 
     Args:
       n: number of new tokens.
-      new: their support; None for none.
+      new: support of the new tokens; None if it is not recorded.
     """
     if self.support is None and new is None:
       return
@@ -255,7 +257,7 @@ class Trajectory:
     self.support = np.concatenate([_pad_support(old, width), _pad_support(new, width)])
 
   def get_state(self) -> dict[str, Any]:
-    """Returns everything except environment and tag in JSON types, for a checkpoint."""
+    """Returns a trajectory in JSON types for a checkpoint, without environment and tag."""
     arrays, file = self.columns | dict(routing=self.experts, support=self.support), io.BytesIO()
     np.savez_compressed(file, **{name: x for name, x in arrays.items() if x is not None})
     plain = "prompt sample seed turn calls finished stopped limit figures failure".split()
@@ -293,7 +295,10 @@ def _pad_support(support_nX: np.ndarray, width: int) -> np.ndarray:
 def recorded_turn(
   prompt: Sequence[int], sample: int, tokens: np.ndarray, stopped: bool, tag: Any = None
 ) -> Trajectory:
-  """Returns a finished single turn from a record. Its versions are -1 and its log-probs 0."""
+  """Returns a finished trajectory with a recorded response as its single turn.
+
+  The versions of its tokens are -1, and their log-probs are 0.
+  """
   trajectory = Trajectory(prompt, sample, 0, SingleTurn(prompt), tag)
   zeros = np.zeros(len(tokens), np.float32)
   unversioned = np.full(len(tokens), -1, np.int32)
@@ -315,7 +320,7 @@ def totals(trajectories: Sequence[Trajectory]) -> np.ndarray:
 
 
 def right(trajectories: Sequence[Trajectory], right_from: float | None) -> np.ndarray:
-  """Whether each conversation is right, bool [B]; failed ones are not.
+  """Whether each conversation is right, bool [B]. Failed conversations are not right.
 
   Args:
     trajectories: finished trajectories.
@@ -350,15 +355,15 @@ def assemble(
   """Assembles trajectories into batch rows of `length`: prompt, continuation, padding.
 
   Args:
-    trajectories: finished trajectories. Experts are recorded for all of these or for none.
-      Trajectories without sampled tokens may lack experts.
+    trajectories: finished trajectories. Experts are recorded either for all trajectories with
+      sampled tokens or for none.
     length: number of positions of a batch row.
     pad_id: token id of padding.
     support: maximum number of tokens in a token's sampling distribution (sampling.top_k); 0 for no
       support in the batch. Trajectories without a recorded support have the whole vocabulary.
 
   Raises:
-    ValueError: a trajectory resumed after a change of sampling.top_k has a wider support.
+    ValueError: a trajectory has a wider support, since sampling.top_k was larger before a resume.
   """
   B = len(trajectories)
   fields = {name: np.zeros((B, length), dtype) for name, dtype in COLUMNS.items()}

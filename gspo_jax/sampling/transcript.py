@@ -13,10 +13,11 @@ POLICY, ENVIRONMENT = "policy", "environment"  # Roles.
 
 
 def transcripts(trajectories: Sequence[Trajectory], tok: Tokenizer) -> list[dict[str, Any]]:
-  """Returns `rendered_prompt` and `turns` for each trajectory's record, if the record needs them.
+  """Returns additional fields for the record of each trajectory, as dicts.
 
-  The record of the group's first sampled trajectory has `rendered_prompt`, and so has every later
-  record with another prompt. Conversations with observations have `turns`.
+  Field `rendered_prompt` is in the record of the first trajectory with sampled tokens, and in all
+  later records with a different prompt. Field `turns` is in records of conversations with
+  observations.
 
   Args:
     trajectories: trajectories of one group.

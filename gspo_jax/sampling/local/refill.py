@@ -4,8 +4,8 @@ A free slot starts the next response of a prefix in the queue (slots.py). If the
 slot takes another page when its response needs one. If no page is free, a prefix or a response has
 to give its pages back, and is *displaced*. Prefixes in the queue are displaced first, the newest
 before older prefixes. If there are none, the response with the fewest sampled tokens is displaced.
-The host notices displaced responses by their missing ids, and submits them again (scheduler.py). At
-least one response always proceeds, since the pages of a device are enough for a response of the
+The host detects displaced responses from their missing ids, and submits them again (scheduler.py).
+At least one response always proceeds, since the pages of a device are enough for a response of the
 maximum length (`requests.sizes`).
 """
 
@@ -114,7 +114,7 @@ def _allocate_pages(state):
     return pages.free(state.cache.replace(table_Bn=owners.table_Bn), owners.staged_Rn)
 
   def lacks_pages(owners):
-    # Prefixes in the queue have all pages, so that no response can start.
+    # The prefixes in the queue occupy all pages, so that no response can start.
     stuck = (owners.remaining_B == 0).all() & (owners.waiting_R > 0).any() & ~free(owners).any()
     return needs_page(owners).any() | stuck
 
@@ -125,7 +125,8 @@ def _allocate_pages(state):
     place = (slot, s.position_B[slot] // S)
     table_Bn = owners.table_Bn.at[place].set(jnp.where(any_free, page, owners.table_Bn[place]))
     # If no page is free, the newest prefix in the queue is displaced. If the queue is empty too,
-    # the response with the fewest sampled tokens is displaced, and among equals the newest.
+    # the response with the fewest sampled tokens is displaced, and the newest of several such
+    # responses.
     waits = (owners.waiting_R > 0).any()
     entry = jnp.argmax(jnp.where(owners.waiting_R > 0, state.queue.id_B, -1))
     least = jnp.where(owners.remaining_B > 0, sampled_B, jnp.iinfo(jnp.int32).max).min()

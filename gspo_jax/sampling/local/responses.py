@@ -17,7 +17,8 @@ class Entry(NamedTuple):
 
   call: int  # Index of the first `decode` call after the prefill.
   waiting: int  # Number of responses still to start, after the last collected call.
-  end: int  # Exclusive upper bound on ids of the prefix's responses, which start in order of ids.
+  # Exclusive upper bound on ids of the prefix's responses, which start in ascending order of id.
+  end: int
 
 
 @dataclasses.dataclass

@@ -4,7 +4,7 @@ All decisions depend on requests and on results from the devices, never on time.
 deterministic, and all hosts take the same decisions without communication.
 
 Slots and queue (slots.py) are split into *shards* along the batch axes of the mesh. A shard is on
-one device, or on several devices with copies or slices of the same rows. A *call* is a call of
+one device, or on several devices that have copies or slices of the same rows. A *call* is a call of
 `slots.decode`. The host dispatches the next call before it reads the results of the previous one.
 """
 
@@ -102,7 +102,8 @@ class Scheduler:
     self._cancelled: list[int] = []  # Ids of responses to cancel in the next call.
     self._free_entries = [list(range(self._entries)) for _ in range(self._shards)]
     self._load = [0] * self._shards  # Number of unfinished responses of each shard.
-    # Free pages of each shard after the last collected call, and pages of prefixes prefilled since.
+    # For each shard, free pages after the last collected call, and pages of prefixes prefilled
+    # after that call.
     self._free_pages = np.full(self._shards, size.pages)
     self._prefix_pages = np.zeros(self._shards, int)
     # Queue entries in use, by index in the whole queue: shard · entries + index in the shard.
@@ -277,7 +278,7 @@ class Scheduler:
   # Collection from the devices.
 
   def _collect(self) -> list[Response]:
-    """Fetches the results of the oldest call; returns the responses finished in it."""
+    """Fetches the results of the oldest call; returns the responses finished in this call."""
     call, prefills, prefix_pages, marker, out = self._in_flight.popleft()
     if prefills:
       jax.block_until_ready(marker)
@@ -301,7 +302,7 @@ class Scheduler:
     for id_, *part in split_by_response(out):
       live = self._live.get(id_)
       if live is None:
-        continue  # Tokens after a stop string: this call had not yet cancelled the response.
+        continue  # Tokens after a stop string, from a call dispatched before the cancellation.
       old_count = live.count
       live.parts.append(tuple(part))
       live.count += len(part[0])
@@ -310,7 +311,7 @@ class Scheduler:
       string_end = live.stopped_by(self._detokenize)
       if string_end is not None:
         if not ended:
-          self._cancelled.append(id_)  # In the next call; calls in flight still decode it.
+          self._cancelled.append(id_)  # The next call cancels it; the call in flight decodes it.
         count, stopped, ended = string_end, True, True
       self.usage.tokens += count - old_count
       # For FLOPs: number of decode steps, and number of positions up to the last input token.
@@ -330,7 +331,7 @@ class Scheduler:
     return finished
 
   def _requeue_displaced(self, call: int, out: Sampled) -> None:
-    """Queues displaced responses for a restart, before all other requests.
+    """Queues displaced responses for a restart, at the front of all requests.
 
     An unfinished response is displaced if it is neither in a slot nor waiting in the queue.
     """

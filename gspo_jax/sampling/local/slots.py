@@ -1,10 +1,11 @@
 """Continuous batching on the device: a fixed number of self-refilling slots.
 
-A slot is one row of the decoding batch: it holds a response and decodes one token of it per step. A
-queue on the device holds *prefixes*: prompts, or the tokens of trajectories so far, with their keys
-and values computed in advance. Once a response ends, its slot starts the next response of a prefix
-in the queue (refill.py) inside the decoding loop, so no slot waits for the host. While the devices
-decode, `scheduler` collects sampled tokens on the host and starts the prefill of further prefixes.
+A slot is one row of the decoding batch. It holds a response, and decodes one of its tokens in each
+step. A queue on the device holds *prefixes*. A prefix is a prompt, or the tokens of a trajectory so
+far. The keys and values of prefixes are computed in advance. Once a response ends, its slot starts
+the next response to a prefix in the queue (refill.py). This happens inside the decoding loop, so no
+slot waits for the host. While the devices decode, `scheduler` collects sampled tokens on the host
+and starts the prefill of further prefixes.
 """
 
 import dataclasses
@@ -74,7 +75,7 @@ class State:
 class Sampled:
   """Results of a `decode` call of up to n steps in W slots, replicated on all hosts.
 
-  Fields without n describe the state after the last step.
+  `waiting_R`, `live_W` and `free_d` describe the state after the last step.
   """
 
   id_nW: Any  # Id of the response in the slot, int32; -1 for a free slot.
@@ -204,7 +205,8 @@ def _stage(state: State, rows: Rows, waiting_r, entry_r, cache: Cache) -> State:
     pool, table_rn, fits_r = pages.insert(state.cache, cache, length_r, state.staged)
     missing = state.staged.shape[1] - table_rn.shape[1]
     table_rn = jnp.pad(table_rn, ((0, 0), (0, missing)), constant_values=pages.NONE)
-    waiting_r = jnp.where(fits_r, waiting_r, 0)  # The host submits prefixes without pages again.
+    # A prefix that does not fit into the free pages is displaced, and the host submits it again.
+    waiting_r = jnp.where(fits_r, waiting_r, 0)
     states = kv_cache.insert(state.staged_states, pages.states_of(cache.blocks), entry_r)
     state = state.replace(cache=pool, staged=set_rows(state.staged, table_rn), staged_states=states)
   else:

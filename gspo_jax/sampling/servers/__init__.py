@@ -1,1 +1,1 @@
-"""Engine with vLLM servers as samplers, their client, and checks of their answers."""
+"""Engine with vLLM servers as samplers, a client of these servers, and checks of their answers."""

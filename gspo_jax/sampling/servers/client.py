@@ -1,4 +1,4 @@
-"""Client of a run's vLLM servers (0.32): calls over HTTP, and publication of weights.
+"""Client of a run's servers (vLLM 0.32): calls over HTTP, and publication of weights.
 
 A server needs `--enable-scale-out` for token ids in requests and answers, `VLLM_SERVER_DEV_MODE=1`
 for new weights, and `--logprobs-mode processed_logprobs` for log-probs (docs/engines.md).
@@ -29,15 +29,16 @@ from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.sampling import ServerConfig
 
 MAX_FAILURES = 3  # Consecutive failed calls or health checks before a server is excluded.
-HEALTH_S = 5.0  # Pause between two health checks of a server with calls.
+HEALTH_S = 5.0  # Pause between two health checks of a server with calls in flight.
 CONNECT_S = 10.0  # Time limit to connect, and for short requests.
-# Idle time before a connection is closed. Servers close it after 5 s, and drop its requests.
+# Idle time after which the client closes a connection. A server closes idle connections after 5 s,
+# and drops requests that arrive on them at that moment.
 IDLE_S = 2.0
 OTHER_CONNECTIONS = 16  # Connections per server for requests other than calls.
 SPARE_DESCRIPTORS = 1024  # File descriptors for the rest of the process.
 TOKEN = "GSPO_ENGINE_TOKEN"  # Environment variable with the servers' bearer token.
 GENERATE = "/inference/v1/generate"  # Path of calls.
-PREFIX = "generate-tokens-"  # vLLM begins its ids of requests with this text.
+PREFIX = "generate-tokens-"  # vLLM's id of a request is this text and the id of the call.
 
 T = TypeVar("T")
 
@@ -94,14 +95,14 @@ class ServerPool:
     connections = raise_descriptors(servers * (most + OTHER_CONNECTIONS))
     self.in_flight = min(most, max(1, connections // servers - OTHER_CONNECTIONS))
     if self.in_flight < most:
-      text = "engine.server.in_flight=%d is lowered to %d: the process may open no more connections"
-      logging.warning(text + "; raise its limit of open files (ulimit -Hn)", most, self.in_flight)
+      text = "engine.server.in_flight=%d is lowered to %d, since the process may open no more files"
+      logging.warning(text + ": raise its limit (ulimit -Hn)", most, self.in_flight)
     refused = f"set {TOKEN} to the server's token"
     missing = "vLLM needs VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
     self._hints = {401: refused, 403: refused, 404: missing}
     self._http = httpx2.AsyncClient(
       headers=dict(Authorization=f"Bearer {token}") if token else {},
-      timeout=httpx2.Timeout(None, connect=CONNECT_S),  # `request` limits its total time.
+      timeout=httpx2.Timeout(None, connect=CONNECT_S),  # `request` has a limit of total time.
       limits=httpx2.Limits(
         max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=IDLE_S
       ),
@@ -177,10 +178,10 @@ class ServerPool:
   # Calls.
 
   def submit(self, call: Call, avoid: Collection[str] = ()) -> None:
-    """Sends a call once, to the usable server with the fewest calls.
+    """Sends a call to the usable server with the fewest calls.
 
-    Returns at once, even if the call has to wait for a server. The call's answer or exception is
-    put on `answers`.
+    `submit` does not wait for a server or an answer. The call's answer or exception is put on
+    `answers`. A failed call is not repeated.
 
     Args:
       avoid: URLs of servers at which the response's last calls failed. Such a server is chosen only
@@ -205,7 +206,7 @@ class ServerPool:
     except Failed as error:
       answer = error
       self._count_failure(server, error)
-    except Exception as error:  # A bug. `Pending.fail` raises it again, in the host loop.
+    except Exception as error:  # A bug. `Pending.fail` raises this exception in the host loop.
       answer = error
     finally:
       self._calls.pop(call.id, None)
@@ -243,7 +244,7 @@ class ServerPool:
     if server.failures >= MAX_FAILURES:
       self.exclude(server, f"{server.failures} failures in a row, the last: {error}")
     else:
-      logging.warning("server %s: %s: %s; the call is sent again", server.url, error.kind, error)
+      logging.warning("a call to server %s failed (%s): %s", server.url, error.kind, error)
 
   async def abort(self, ids: Collection[str]) -> None:
     """Aborts calls, so that they are answered with the tokens so far. Cancels unsent calls."""
@@ -258,7 +259,7 @@ class ServerPool:
     await asyncio.gather(*(abort_at(server) for server in self.servers if sent[server]))
 
   async def cancel(self, ids: Collection[str]) -> None:
-    """Cancels calls. The answer of a cancelled call is a Failed."""
+    """Cancels calls. The queue `answers` receives a `Failed` for each cancelled call."""
     self._expire(ids)
 
   def _expire(self, ids: Collection[str]) -> None:
@@ -294,7 +295,7 @@ class ServerPool:
   ) -> list[Part]:
     server.usable = False
     server.verdict.clear()
-    # A short check first: a hanging server would delay the publication by `publish_s`.
+    # A short check comes first, since a hanging server would delay the publication by `publish_s`.
     await self._check_health(server)
     seconds = self._config.publish_s
     self.version = max(self.version, version)
@@ -317,7 +318,10 @@ class ServerPool:
     return parts
 
   async def end_publication(self, server: Server, reason: str) -> None:
-    """Ends a server's publication: excludes the server for `reason`; "" makes it usable."""
+    """Ends a server's publication.
+
+    If `reason` is "", the server becomes usable. Otherwise it is excluded for this reason.
+    """
     if reason:
       self.exclude(server, reason)
       return
@@ -330,7 +334,7 @@ class ServerPool:
     server.usable, server.reason = False, reason
     server.verdict.set()
     remaining = sum(s.usable or not s.verdict.is_set() for s in self.servers)  # Now or soon usable.
-    logging.warning("server %s is excluded: %s; %d remain", server.url, reason, remaining)
+    logging.warning("server %s is excluded, %d remain: %s", server.url, remaining, reason)
     self._expire(server.calls)
 
   async def _watch_health(self, server: Server) -> None:
@@ -346,7 +350,10 @@ class ServerPool:
           self.exclude(server, f"{MAX_FAILURES} failures in a row, the last: {error}")
 
   async def _check_health(self, server: Server) -> None:
-    """Requests a server's health, up to MAX_FAILURES times: a compiling server may be late."""
+    """Requests a server's health, up to MAX_FAILURES times.
+
+    A server that compiles may answer late.
+    """
     for remaining in reversed(range(MAX_FAILURES)):
       try:
         return await self.request(server.url, "/health")

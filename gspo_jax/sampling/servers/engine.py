@@ -42,7 +42,9 @@ RETRY_S = 5.0  # Pause between two attempts to find a usable server.
 
 
 class ServerEngine:
-  """Sampling by servers (an `Engine`); a context manager that closes the connections.
+  """Engine that samples on servers (an `Engine`).
+
+  As a context manager, it closes the connections at its end.
 
   Args:
     model: configuration of the model.
@@ -133,7 +135,8 @@ class ServerEngine:
   def loads_beside_steps(self) -> bool:
     """Whether the run has one process.
 
-    With several processes, two threads of each could broadcast in different orders.
+    If it had several, the loading and the stepping thread could broadcast in different orders on
+    different processes.
     """
     return jax.process_count() == 1
 
@@ -182,15 +185,20 @@ class ServerEngine:
     return hosts.broadcast(self._pool is not None and bool(self._pool.usable))
 
   def _disagreement(self, mean: float, largest: float) -> str:
-    """Returns the reason to exclude a server with these differences of log-probs; "" for none."""
+    """Returns the reason to exclude a server with these differences; "" if there is none.
+
+    Args:
+      mean, largest: mean and maximum difference between log-probs of server and trainer.
+    """
     if mean <= self._tolerance:  # False for NaN.
       self._probe_mean = max(self._probe_mean, mean)
       return ""
     self._disagreed += 1
     return (
-      f"its log-probs of version {self._version} differ from the trainer's by {mean:.3g} in the "
-      f"mean and {largest:.3g} at most, above engine.server.tolerance={self._tolerance:g}: start "
-      "it with --logprobs-mode processed_logprobs, and with this model"
+      f"its log-probs of version {self._version} differ from the trainer's by {largest:.3g} at "
+      f"most, and by {mean:.3g} in the mean, which may be at most "
+      f"engine.server.tolerance={self._tolerance:g}: start it with --logprobs-mode "
+      "processed_logprobs, and with this model"
     )
 
   # Requests.
@@ -228,9 +236,10 @@ class ServerEngine:
     return bool(self._requests)
 
   def step(self) -> list[Response]:
-    """Waits at most half a second, and returns the responses finished by then.
+    """Waits at most half a second, and returns the responses finished meanwhile.
 
-    If no server is usable, the loading thread also publishes the weights again.
+    If no server is usable, and `load` was called by the same thread, `step` also publishes the
+    weights again.
 
     Raises:
       Preempted: the run was asked to stop (system/preemption.py).
@@ -337,7 +346,7 @@ class Pending:
     self.experts: np.ndarray | None = None
     self.stopped = False
     self.failed_at: list[str] = []  # URLs of servers that failed calls since the last part.
-    self.failure = ""  # Description, after too many failed calls in a row; "" before.
+    self.failure = ""  # Description of the last failure, if MAX_FAILURES calls in a row failed.
     self._tail: list[int] | None = None  # State of the search for stop strings.
 
   @property
@@ -364,7 +373,7 @@ class Pending:
     return len(part.tokens[:end])
 
   def fail(self, url: str, answer: Part | Exception) -> None:
-    """Counts a call that failed, or was aborted without a token. Raises any other exception."""
+    """Counts a call that failed or was aborted without a token; raises unexpected exceptions."""
     if not isinstance(answer, Part | Failed):
       raise answer
     self.failed_at.append(url)

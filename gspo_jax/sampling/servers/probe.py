@@ -1,7 +1,7 @@
-"""Checks of vLLM servers (0.32): of every answer, and of log-probs after each publication.
+"""Checks of a server's answers, and of its log-probs after each publication (vLLM 0.32).
 
 Even after a successful publication, a server may serve garbage, use keys and values of old weights,
-or return log-probs of another distribution. So responses to fixed prompts, the *probe*, are sampled
+or return log-probs of a wrong distribution. So responses to fixed prompts, the *probe*, are sampled
 after every publication, and their log-probs are compared with the trainer's. The probe has two
 temperatures, since at temperature 1 a server that ignores the temperature would look right.
 """
@@ -216,7 +216,7 @@ def write_weights(
 
   try:
     hosts.run_on_first_host(begin, ServersGone)
-    hf.save(partial, params, model)  # Each tensor in its dtype in `params`.
+    hf.save(partial, params, model)  # Tensors keep their dtypes.
     hosts.run_on_first_host(complete, ServersGone)
   except OSError as error:
     path = error.filename or target.parent
@@ -240,7 +240,7 @@ class Probe:
     compute: the sampler's compute settings.
     window: maximum number of tokens of a prompt with its response.
     temperature: temperature of the run.
-    routing: whether to request the chosen experts too, so that `read_answer` checks these.
+    routing: whether calls request the chosen experts too. If so, `read_answer` checks the experts.
   """
 
   def __init__(
