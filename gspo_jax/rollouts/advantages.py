@@ -1,8 +1,8 @@
 """Advantages from the rewards of an iteration's groups, computed on the host.
 
-A response has one advantage, or each of its parts has one. A part is a turn of a conversation, or a
-line of a response. Advantages that need a critic, a teacher or a reference policy are computed on
-the devices, in learner/advantages.py.
+A response has one advantage, or a separate advantage for each of its parts. A part is a turn of a
+conversation, or a line of a response. Advantages that need a critic, a teacher or a reference
+policy are computed on the devices, in learner/advantages.py.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class ScoredGroups:
   rollout: Rollout  # `groups` as arrays.
   # Costs with limits, and their multipliers. None if there are no constraints.
   constraints: Constraints | None = None
-  # Number of line breaks in each token's text. None unless lines have rewards.
+  # Number of line breaks in each token's text. None if lines have no rewards.
   breaks_V: np.ndarray | None = None
 
   @property
@@ -50,8 +50,8 @@ class ScoredGroups:
   def valid_PG(self) -> np.ndarray:
     """Mask of the responses compared by the estimator, bool.
 
-    Responses without a verdict are excluded. If `rl.mask_truncated` is set, an estimator
-    over the whole batch also excludes truncated responses; an estimator over groups compares them.
+    Responses without a verdict are excluded. If `rl.mask_truncated` is set, and the estimator
+    compares responses of different groups, truncated responses are excluded too.
     """
     c, known_PG = self.config, self.known_PG
     if c.rl.mask_truncated and c.estimator_of_rewards.across_groups:
@@ -70,9 +70,9 @@ class Advantages(NamedTuple):
 def compute(scored: ScoredGroups) -> Advantages:
   """Computes advantages by the configured estimator.
 
-  Some advantages are then set to 0. If `extra_rounds` is set, these are the advantages of groups
-  for which `costs.teaches` is False. If `rl.mask_truncated` is set, these are also the advantages
-  of truncated responses. The advantages of their tokens remain, since the loss masks the tokens.
+  If `extra_rounds` is set, the advantages of a group are set to 0 if `costs.teaches` is False. If
+  `rl.mask_truncated` is set, the advantages of truncated responses are set to 0. The advantages of
+  the tokens of these responses remain, since the loss masks the tokens.
   """
   c, rollout = scored.config, scored.rollout
   part = PARTS.get(c.estimator_of_rewards.name, group_advantages)
@@ -84,7 +84,7 @@ def compute(scored: ScoredGroups) -> Advantages:
     if token_BL is not None:
       token_BL = np.where(np.repeat(teaches_P1, c.rl.group_size, axis=0), token_BL, 0)
   if c.rl.mask_truncated:
-    # Truncated responses may be in their group's mean, but are not trained on.
+    # The mean of a group may include truncated responses, but updates do not train on them.
     stopped_PG = rollout.stopped.reshape(response_PG.shape)
     response_PG = np.where(stopped_PG, response_PG, 0)
     truncated_B = ~rollout.stopped & (rollout.lengths > 0)  # A blank response has no tokens.

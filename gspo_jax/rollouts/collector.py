@@ -58,7 +58,7 @@ class Collected:
   step: int  # Iteration of the updates on `groups`.
   version: int  # Version of the weights at the start of sampling. Tokens may have other versions.
   advantage_PG: np.ndarray
-  advantage_BL: np.ndarray | None  # By token. None if equal for all tokens of a response.
+  advantage_BL: np.ndarray | None  # None if all tokens of a response have the same advantage.
   usage: Usage  # Tokens and time of this iteration's sampling, discarded groups included.
   metrics: dict[str, float]
 
@@ -109,10 +109,10 @@ class Collector:
     )
     if self._buckets != (config.data.max_prompt_tokens,) and hosts.is_first():
       sizes = " or ".join(map(str, self._buckets))
-      sys.stderr.write(f"updates pad prompts to {sizes} tokens, one program for each length\n")
+      sys.stderr.write(f"updates pad prompts to {sizes} tokens, with a program for each length\n")
     self._breaks_V = line_breaks(tokenizer) if config.reward.per_line else None
     P = config.rl.prompts
-    self._num_sampled = round(config.sampled_share * P)  # The other groups are recorded.
+    self._num_sampled = round(config.sampled_share * P)  # All other groups are recorded.
     self._batches = sources.Batches(prompts, P, seed=config.seed_of("rl", "data"))
     self._filter = PromptFilter(config.data.query_set, config.schedule.group_size_min > 0)
     self._constraints = Constraints(config.constraints) if config.constraints.enabled else None
@@ -123,7 +123,8 @@ class Collector:
       self._stateful["recorded"] = sources.Batches(records, P, seed=seed)
     if self._constraints:
       self._stateful["multipliers"] = self._constraints
-    # Groups carried over to the next iteration: unfinished, or finished beyond the batch's size.
+    # Groups carried over to the next iteration: unfinished groups, and finished groups in excess of
+    # the batch's size.
     self._in_flight: list[Group] = []
     self._limit = config.sampling.max_new_tokens  # Maximum response length in this iteration.
     self._version = 0  # Version of the engine's weights.
@@ -136,9 +137,9 @@ class Collector:
     The batch has P = `rl.prompts` groups, of which N are sampled. A group is mixed if the scores of
     its responses differ. While fewer than N sampled groups are mixed, dynamic sampling adds rounds,
     up to `extra_rounds`. The batch takes mixed groups first, and then the earliest groups that are
-    not mixed. If `extra_rounds` is set, groups that are not mixed have advantages of 0, since their
-    responses differ by reward shaping alone; `costs.teaches` names an exception. If
-    `rl.token_budget` is set, the batch may have fewer than P groups.
+    not mixed. In the latter, rewards differ by reward shaping alone. So if `extra_rounds` is set,
+    their advantages are 0, except in one case (`costs.teaches`). If `rl.token_budget` is set, the
+    batch may have fewer than P groups.
 
     Args:
       step: number of the iteration.
@@ -178,7 +179,10 @@ class Collector:
     return Collected(groups, rollout, step, version, advantage_PG, advantage_BL, usage, row)
 
   def _restart_stale(self) -> dict[str, float]:
-    """Restarts responses with tokens more than `rl.max_age` versions old; counts them."""
+    """Restarts responses with tokens of weights more than `rl.max_age` versions old.
+
+    Returns the number of restarts as a metric.
+    """
     if not self._config.rl.max_age:
       return {}
     oldest_allowed, number = self._version - self._config.rl.max_age, 0
@@ -246,11 +250,12 @@ class Collector:
     Returns the finished groups, at most N. The budget ends sampling only once there is a finished
     group for each mini-batch.
 
-    Surplus groups, finished in earlier iterations, are used first: at most max(1, N // 2) of them,
-    the oldest first. The remaining surplus groups wait for later iterations. Let F groups be
-    finished at the start, and G = `rl.group_size`. A new prompt starts only if at most G (N - F)
-    responses are then in flight. If all extra prompts started at once, more groups would finish
-    than the iteration needs, and the surplus would become older while it waits.
+    Surplus groups were finished in earlier iterations. The oldest of them are used first, at most
+    max(1, N // 2). The remaining surplus groups wait for later iterations. Let F be the number of
+    surplus groups in use, and G = `rl.group_size`. A new prompt starts only if the number of
+    responses in flight, with those to the new prompt, is at most G (N - F). If all extra prompts
+    started at once, more groups would finish than the iteration needs. The surplus would become
+    older while it waits.
     """
     c, engine, N, G = self._config, self._engine, self._num_sampled, self._config.rl.group_size
     driver = Driver(
@@ -279,7 +284,7 @@ class Collector:
         groups.extend(new)
 
     def should_stop() -> bool:
-      """Whether the round is over; if not, starts further prompts."""
+      """Whether the round is over. If it is not, starts further prompts."""
       finished = sum(group.finished for group in groups)
       spent = c.rl.token_budget and engine.usage.tokens >= c.rl.token_budget
       if finished >= N or (spent and finished >= c.rl.minibatches):
@@ -301,7 +306,7 @@ class Collector:
   def _new_groups(self, count: int, step: int, round_index: int, draw: int) -> list[Group]:
     """Draws the next prompts accepted by the filter, as groups of empty responses."""
     c, max_size = self._config, self._config.rl.group_size
-    # A later draw of the iteration may repeat a prompt, so each draw has another seed.
+    # A later draw of the iteration may repeat a prompt, so each draw has a different seed.
     seed = c.seed_of("rl", "sample", step, *((round_index, draw) if round_index or draw else ()))
     prompts = self._batches.take(count, self._filter.wants)
     min_size = c.schedule.group_size_min or max_size
@@ -350,7 +355,7 @@ class Collector:
           prompt_id=group.prompt.id,
           prompt=group.prompt.question,
           response=group.responses[g],
-          answer=group.prompt.answer[:1000],  # Tests of programs may have megabytes.
+          answer=group.prompt.answer[:1000],  # The answer may be megabytes of a program's tests.
           unknown=group.unknown[g],
         )
         for group, g in unknown[:MAX_LOGGED]

@@ -23,10 +23,10 @@ def charge(
 ) -> np.ndarray:
   """Subtracts costs from rewards of finished conversations, at each turn's last token.
 
-  Call it once per conversation: it changes the trajectory's rewards, and adds the figures `reward`
-  (before costs) and `cost`. With `environment.charge=right`, only right conversations have costs.
-  If `environment.call_cost` is not 0, a charged conversation fails if its environment reports
-  another number of tool calls than the driver counted.
+  Call `charge` once per conversation, since it changes the trajectory's rewards. It also adds the
+  figures `reward` (before costs) and `cost`. If `environment.charge=right`, only right
+  conversations have costs. If calls have a cost (`environment.call_cost`), the environment must
+  report as many tool calls as the driver counted. Otherwise the conversation fails.
 
   Args:
     right_from: smallest reward of a right conversation. None means that a conversation is right if
@@ -63,8 +63,9 @@ def teaches(group: Group, config: EnvironmentConfig) -> bool:
   """Whether dynamic sampling (`extra_rounds`) keeps the advantages of a group.
 
   The advantages are kept if the scores of the responses differ (`Group.mixed`). If there are costs,
-  they are also kept if all responses with a verdict are right; they then favour lower costs. If all
-  responses are equally wrong, advantages would favour cheap wrong responses, and are set to 0.
+  the advantages are also kept if all responses with a verdict are right. Such advantages favour
+  lower costs. If all responses are equally wrong, advantages would favour cheap wrong responses, so
+  they are set to 0.
   """
   return group.mixed or (config.costs and bool(group.correct_G[group.known_G].all()))
 
@@ -77,6 +78,6 @@ def _disagreement(trajectory: Trajectory) -> str:
   name = type(trajectory.environment).__name__
   return (
     f"environment.call_cost: figures() of the environment {name} reports tool_calls={reported:g}"
-    f", but the count by turns is {calls}; give it an attribute tool_calls, the number of calls so "
-    "far"
+    f", but its turns count as {calls} calls: give the environment an attribute tool_calls, the "
+    "number of calls so far"
   )

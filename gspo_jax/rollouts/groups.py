@@ -1,8 +1,8 @@
 """Groups: a prompt with its trajectories, which are in flight, finished or scored.
 
-A response is unknown if it has no verdict: the verifier or environment failed on it, or it is blank
-and only pads its group. The reason is recorded. Unknown responses are excluded from statistics, and
-from updates by rewards.
+A response is unknown if it has no verdict. This happens if the verifier or the environment failed,
+or if the response is blank and only pads its group. `Group.unknown` has the reason. Unknown
+responses are excluded from statistics, and from updates by rewards.
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ from gspo_jax.tasks.environments import Make
 
 # Reasons of blank responses, which pad a group to its size.
 MISSING = "the recorded data has no more responses to this prompt"
-NOT_SAMPLED = "fewer responses were sampled to this prompt"
+NOT_SAMPLED = "fewer than rl.group_size responses to this prompt were sampled"
 
 
 @dataclasses.dataclass
 class Group:
-  """A prompt with its trajectories. Scoring sets the other fields.
+  """A prompt with its trajectories. Scoring sets all further fields.
 
   Axes: G, responses of the group; U, turns or lines of a response.
   """
@@ -59,7 +59,7 @@ class Group:
 
   @property
   def known_G(self) -> np.ndarray:
-    """Mask of responses with a verdict, bool. Statistics exclude all other responses."""
+    """Mask of responses with a verdict, bool. Statistics include only these responses."""
     return np.array([g not in self.unknown for g in range(len(self.trajectories))], bool)
 
   @property

@@ -18,7 +18,8 @@ def rollout_metrics(groups: Sequence[Group], outcomes: collections.Counter) -> d
   groups with equal rewards, among the groups with at least one verdict.
 
   Args:
-    outcomes: number of responses by outcome of the verifier. Empty if it reports none.
+    outcomes: number of responses by outcome of the verifier. Empty if the verifier reports no
+      outcomes.
   """
   trajectories = trajectories_of(groups)
   rewards = [group.reward_G[group.known_G] for group in groups]
@@ -44,9 +45,9 @@ def rollout_metrics(groups: Sequence[Group], outcomes: collections.Counter) -> d
 def support_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
   """Computes metrics of supports: the tokens within top-k, top-p and min-p.
 
-  `sampling/support` is the mean number of tokens in a support, and `sampling/support_mass` the mean
-  probability of a support under the full distribution. Tokens without a recorded support are
-  excluded.
+  `sampling/support` is the mean number of tokens in a support. `sampling/support_mass` is the mean
+  probability of a support under the full distribution. Sampled tokens without a recorded support
+  are excluded.
   """
   size, mass = [], []
   for trajectory in trajectories:
@@ -127,9 +128,9 @@ def partial_metrics(
 ) -> dict[str, float]:
   """Computes metrics of partial rollouts.
 
-  The metrics are the share of trained tokens sampled before `version`, their maximum age, the
-  number of groups finished in this iteration, the number of finished groups carried over, and the
-  number of sampled tokens in all groups carried over.
+  The metrics are the share of trained tokens that older weights sampled, the maximum age of trained
+  tokens in versions, the number of groups finished in this iteration, the number of finished groups
+  carried over, and the number of sampled tokens in all groups carried over.
 
   Args:
     sampled: groups available to this iteration, all finished.

@@ -4,20 +4,20 @@ Rewards and costs are standardised within groups (Z) before they are added:
 
   A = w Z(R) + Σ_j w_j Z(R_j) − Σ_k λ_k s_k Z(C_k)
 
-R is the main reward, R_j are further rewards, and C_k costs; w and w_j are weights. The sign s_k is
-1 if the limit of a cost is an upper one, −1 if it is a lower one. After each iteration, the
-multiplier λ of each cost is updated from the mean cost of the compared responses. λ is the output
-of a PI controller:
+R is the main reward, R_j are further rewards, and w and w_j are their weights. C_k are costs, and
+λ_k their multipliers. The sign s_k is 1 if cost k has an upper limit, and −1 if it has a lower
+limit. After each iteration, the multiplier λ of each cost is updated from the mean cost of the
+compared responses. λ is the output of a PI controller:
 
   v = clip( s (mean C − limit) / σ(C), −1, 1 ),  I ← clip(I + rate · v, 0, most),
   λ ← clip(I + gain · v, 0, most)
 
 The violation v is in units of σ(C), the standard deviation within groups, because Z divides by a
-standard deviation. `rate`, `gain` and `most` are keys of the cost.
+standard deviation. I is the integral term. `rate`, `gain` and `most` are keys of the cost.
 
-The advantages are those of arXiv:2602.05863, which also lets a multiplier rise while the cost is
-above its limit. The unit of v, its bounds, and the term with `gain` (arXiv:2007.03964) are
-additions.
+The advantages are those of arXiv:2602.05863. In that paper, too, a multiplier rises while the cost
+is above its limit. The unit of v, the bounds of v, and the term with `gain` (arXiv:2007.03964) are
+additions to the paper.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ _combine = jax.jit(O.constrained_advantages)
 class Multiplier:
   """Multiplier of one cost in the next iteration."""
 
-  sum: float  # I, the bounded sum of violations times `rate`.
+  sum: float  # Integral term I, the bounded sum of violations times `rate`.
   value: float  # Multiplier λ.
 
   def update(self, cost: CostSignal, violation: float) -> None:

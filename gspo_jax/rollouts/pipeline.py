@@ -1,7 +1,7 @@
-"""Collects batches ahead of the updates: asynchronous training, docs/asynchronous.md.
+"""Collects batches ahead of the updates, for asynchronous training (docs/asynchronous.md).
 
 Batch i is the training data of iteration i. Version i is the weights before the updates of
-iteration i, and `first` is the version at the start of the run. With `rl.lag` = L, batch j is
+iteration i, and `first` is the version at the start of the run. If `rl.lag` is L, batch j is
 sampled with version max(first, j - L). Sampling of batch i + L may start at the beginning of
 iteration i, when version i is published. So the age of a batch is known in advance, and no batch is
 discarded as too old. In the first two arrangements below, batches do not depend on time, so the
@@ -13,9 +13,9 @@ There are three arrangements:
   might deadlock, if they started collectives on the same devices in different orders.
 - Two meshes: a worker thread collects batch i + L on `rollout_mesh`, during the updates of
   iterations i, i + 1, and so on.
-- Servers, with a lag and one process: a worker thread sends requests to servers. New weights are
-  sent to the servers as soon as they are published, and responses in flight continue with the new
-  weights. So batch j = i + L has tokens of versions i to j, and depends on the times at which
+- Servers, with a lag and one process: a worker thread sends requests to servers. The servers load
+  new weights as soon as the trainer has computed them, and responses in flight continue with the
+  new weights. So batch j = i + L has tokens of versions i to j, and depends on the times at which
   weights arrive. Such batches can be recorded (`rl.record`) and replayed (`rl.replay`).
 """
 
@@ -93,13 +93,13 @@ class Pipeline:
     self._collector, self._engine, self._stages = collector, engine, stages
     self._rl, self._last_started, self._batches = rl, last, batches
     self._mesh, self._copy = mesh, publish
-    # With servers, the worker thread sends requests, but the main thread loads weights: loading
-    # also compares log-probs of servers and trainer, on the trainer's devices.
+    # The worker thread sends requests to servers, but the main thread loads weights, since loading
+    # also compares log-probs of servers and trainer on the trainer's devices.
     self._loads_during_steps = rl.lag > 0 and engine.loads_beside_steps
     # Batches that were started and not yet returned by `next`, by iteration.
     self._jobs: collections.deque[concurrent.futures.Future] = collections.deque()
     self._position = collector.position()  # State after the last batch returned by `next`.
-    self._published: tuple[Any, int] = None, -1  # (weights, or None once loaded; version)
+    self._published: tuple[Any, int] = None, -1  # (weights, version); weights None once loaded.
     self._loaded = -1  # Version loaded by `_load`; only the worker changes it during jobs.
     self._worker, self._idle_since, self._stop = None, 0.0, threading.Event()
     if self._mesh is not None or self._loads_during_steps:
@@ -184,9 +184,9 @@ class Pipeline:
   def set_position(self, state: Mapping[str, Any]) -> None:
     """Restores a state of `position`.
 
-    If `rl.lag` has changed since, all saved batches are still trained on, and `next` starts the
-    batches that a larger lag needs. Raises ValueError if a saved batch does not fit the
-    configuration.
+    If the state was saved with a different `rl.lag`, all saved batches are still trained on, and
+    `next` starts the batches that a larger lag needs. Raises ValueError if a saved batch does not
+    fit the configuration.
     """
     self._collector.set_position(state)
     self._position = self._collector.position()
@@ -225,7 +225,8 @@ class Pipeline:
       raise
     self._idle_since = time.perf_counter()
     seconds = stages.lap() | {"time/wait_for_learner": waited}
-    # The worker's times have other names: the main thread's times add up to the iteration's time.
+    # The worker's times have separate names, so that the times of the main thread alone add up to
+    # the time of the iteration.
     times = {name.replace("/", "/sampler/", 1): value for name, value in seconds.items()}
     batch.collected.metrics.update(times)
     return batch
@@ -240,7 +241,7 @@ class Pipeline:
       raise preemption.Preempted
 
   def _load(self, weights: Any, version: int) -> None:
-    """Loads weights on an engine with a separate mesh, unless it has this version."""
+    """Loads weights on an engine with a separate mesh, unless this version is loaded."""
     if self._loaded != version and not self._loads_during_steps:
       self._engine.load(weights, version)
       self._loaded = version
@@ -313,7 +314,7 @@ def get_state(collected: Collected) -> dict[str, Any]:
 def from_state(state: Mapping[str, Any], collector: Collector) -> Collected:
   """Restores a batch from `get_state`.
 
-  Raises ValueError if it does not fit the collector's configuration.
+  Raises ValueError if the batch does not fit the collector's configuration.
   """
   arrays = np.load(io.BytesIO(base64.b64decode(state["arrays"])))
   groups = [Group.from_state(g, lambda p: SingleTurn(p.tokens)) for g in state["groups"]]

@@ -1,9 +1,9 @@
-"""Excludes prompts whose responses are always right or always wrong, since these teach nothing.
+"""Excludes prompts whose responses are always right or always wrong, and so teach nothing.
 
 `Group.correct_G` marks right responses. It follows from the verifier's scores, not from shaped
-rewards: with a bonus for short answers, rewards differ even if all responses of a group are right.
-A group is *all-right* if each response is right. It is *all-wrong* if no response is right and all
-scores are equal (`Group.mixed`).
+rewards. For example, a bonus for short answers makes rewards differ even if all responses of a
+group are right. A group is *all-right* if each response is right. It is *all-wrong* if no response
+is right and all scores are equal (`Group.mixed` is False).
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ class PromptFilter:
   """Counts right responses per prompt, and drops prompts with constant outcomes.
 
   A prompt is dropped after `drop_after` consecutive all-right groups, or after `drop_after`
-  consecutive all-wrong groups. It is readmitted `readmit_after` iterations later, with counts of 0;
-  if `readmit_after` is 0, it is never readmitted. The state is in the checkpoint, so a resumed run
-  drops the same prompts.
+  consecutive all-wrong groups. It is readmitted `readmit_after` iterations later, with counts of 0.
+  If `readmit_after` is 0, it is never readmitted. The state is in the checkpoint, so a resumed run
+  drops the same prompts as an uninterrupted run.
 
   Args:
     config: section `data.query_set`.
@@ -61,7 +61,7 @@ class PromptFilter:
     `drop_after`, the prompt is readmitted.
 
     Responses without a verdict are not counted. A group with such a response never extends a
-    streak. The group ends a streak if its other responses have another outcome.
+    streak. It ends the streak if its responses with a verdict do not have the streak's outcome.
     """
     if not self._counts:
       return
@@ -87,7 +87,7 @@ class PromptFilter:
         self._dropped.pop(name, None)
 
   def tried(self, prompt: Prompt) -> tuple[int, int]:
-    """Returns the number of counted responses to a prompt, and of right ones."""
+    """Returns the numbers of counted and of right responses to a prompt."""
     _, responses, right, *_ = self._tried.get(self._row(prompt), (0, 0, 0, 0))
     return responses, right
 

@@ -9,7 +9,7 @@ from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.rollouts.collector import Collected
 from gspo_jax.sampling.transcript import transcripts
 
-TOKENS = 200_000  # After this number of tokens of an iteration, records have no values by token.
+TOKENS = 200_000  # Records beyond this number of tokens of an iteration have no values by token.
 
 
 def rollout_records(
@@ -40,7 +40,7 @@ def rollout_records(
     if single_turn:  # The records of single turns can be training data (data/recorded.py).
       record["prompt_ids"] = rollout.tokens[row, : rollout.prompt_lengths[row]].tolist()
     if token_count <= TOKENS:
-      # Token ids are logged, too: encoding the text again may give other tokens.
+      # Token ids are logged, too, since encoding the text again may give different tokens.
       record |= dict(response_ids=ids_X) if single_turn else {}
       record |= dict(tokens=[texts[i] for i in ids_X]) | _token_columns(tokens)
     records.append(record)
@@ -67,7 +67,7 @@ def _summary(
     sample=sample,
     prompt=group.prompt.question,
     response=group.responses[sample],
-    answer=group.prompt.answer[:1000],  # Tests of programs may have megabytes.
+    answer=group.prompt.answer[:1000],  # The answer may be megabytes of a program's tests.
     reward=float(group.reward_G[sample]) if verdict else None,
     advantage=round(advantage, 4),
     length=int(collected.rollout.lengths[row]),

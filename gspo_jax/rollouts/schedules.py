@@ -1,13 +1,13 @@
 """Schedules of a run: response length, set of problems, group sizes, length buckets.
 
 Each schedule is a function of the iteration and the checkpoint, so a resumed run makes the same
-choices.
+choices as an uninterrupted run.
 
-Length buckets: a row of an update has space for a prompt, and for a response of maximum length. The
-space for the prompt is equal in all rows of an iteration, and is one of a few lengths, the buckets.
-If the space were always `data.max_prompt_tokens`, rows of short prompts would be mostly padding. If
-it were the length of the longest prompt, a program would be compiled for each of many lengths. So
-up to three buckets are chosen at the start, from the lengths of all prompts.
+A row of an update has space for a prompt, and for a response of maximum length. The space for the
+prompt is equal in all rows of an iteration, and is one of a few lengths, the *buckets*. If the
+space were always `data.max_prompt_tokens`, rows of short prompts would be mostly padding. If it
+were the length of the iteration's longest prompt, a program would be compiled for each of many
+lengths. So up to three buckets are chosen at the start, from the lengths of all prompts.
 """
 
 import math
@@ -19,18 +19,20 @@ from gspo_jax.settings.run import RunConfig
 from gspo_jax.settings.training import ScheduleConfig
 
 SOLVED = 0.9  # Intended probability of at least one right response in a group.
-SHARES = (0.5, 0.9, 1.0)  # For each bucket, the share of iterations whose prompts all fit it.
-MULTIPLE = 16  # Buckets are multiples of this number of tokens.
-WORTH = 1.25  # Minimum ratio of two buckets: a closer bucket is not worth compiling a program.
+SHARES = (0.5, 0.9, 1.0)  # For each bucket, the share of iterations with no longer prompt.
+MULTIPLE = 16  # Buckets are rounded up to a multiple of this number of tokens.
+# Minimum ratio of a bucket to the next smaller bucket. Closer buckets would save too little padding
+# to be worth compiling a program.
+WORTH = 1.25
 
 
 def group_size(tried: int, right: int, least: int, most: int) -> int:
   """Returns the number of responses to sample for a prompt.
 
-  This is the smallest number such that at least one response is right with probability `SOLVED`,
-  clipped to [`least`, `most`]. The probability that a response is right is estimated by Laplace's
-  rule of succession as (right + 1) / (tried + 2). For a prompt without earlier responses, the
-  result is `most`.
+  This is the smallest number such that at least one response is right with a probability of
+  `SOLVED` or more, clipped to [`least`, `most`]. Laplace's rule of succession estimates the
+  probability that a response is right: (right + 1) / (tried + 2). For a prompt without earlier
+  responses, the result is `most`.
 
   Args:
     tried: number of earlier responses to the prompt.

@@ -1,4 +1,4 @@
-"""Verdicts on responses, by a verifier or by environments, and further signals.
+"""Verdicts on responses, from a verifier or from environments, and further signals.
 
 A verdict is the score of a response: its reward, and whether it is correct. Signals are further
 rewards and costs (rewards/signals.py). A response without a verdict is called unknown.
@@ -85,7 +85,7 @@ def score_responses(
   signals: Signals | None = None,
   discount: float | None = None,
 ) -> Verdicts:
-  """Scores single-turn responses by the verifier and the signals.
+  """Scores single-turn responses with the verifier and the signals.
 
   Args:
     longest: `sampling.max_new_tokens`, if the overlong penalty ends at the length limit. If a
