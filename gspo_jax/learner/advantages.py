@@ -51,8 +51,8 @@ def critic_advantages(config: CriticConfig, hyperparameters: Mapping[str, float]
   """Builds the estimator of advantages and returns from a critic's values (GAE).
 
   The estimator fills `advantage_BT` and `return_BT`. The mini-batches must have `reward_BT` and
-  `old_value_BT`. A nonzero `kl_coef` needs `ref_logp_BT`, too. `bootstrap` needs `last_value_B` and
-  `cut_off_B`, and GAE over turns needs `turn_BT`.
+  `old_value_BT`. If `kl_coef` is not 0, they must also have `ref_logp_BT`. If `bootstrap` is True,
+  they must have `last_value_B` and `cut_off_B`. GAE over turns needs `turn_BT`.
 
   The metric `value/explained_variance` compares values with observed returns, Σ_k γ^k r_{t+k}. The
   returns of GAE would make the fit look too good, since they include the values.
@@ -93,7 +93,7 @@ def critic_advantages(config: CriticConfig, hyperparameters: Mapping[str, float]
     masks = [batch.mask_BT for batch in batches]
     with_metrics = _moments([batch.advantage_BT for batch in batches], masks)
     row = O.compute(functools.reduce(merge, metrics)) | with_metrics
-    # Values and returns are centred first. Far from 0, their squares would lose digits.
+    # Values and returns are centred first, since squares of numbers far from 0 would lose digits.
     centred = [
       _centre(x, masks)[1] for x in ([b.critic_targets.old_value_BT for b in batches], outcomes)
     ]
@@ -209,14 +209,14 @@ def _mean(values: Sequence[jax.Array], masks: Sequence[jax.Array]) -> jax.Array:
 def teacher_advantages(config: DistillationConfig) -> Part:
   """Builds the estimator of advantages from a teacher's log-probs.
 
-  The advantage of a token has two terms, the advantage from rewards and the difference of
-  log-probs between teacher and student:
+  The advantage of a token has two terms. One is the advantage from rewards. The other is a
+  discounted sum of differences between the log-probs of teacher and student:
 
   Â_t = w Â_reward + c Σ_{u≥t} γ^(u−t) (log π_teacher(y_u) − log π_old(y_u)).
 
-  The keys of section `distillation` are c = `coef`, γ = `discount` and w = `reward_weight`; the sum
-  is `objectives.distillation_advantages`. The mini-batches must have `old_logp_BT` and
-  `teacher_logp_BT`. The estimator fills `advantage_BT`, and drops `teacher_logp_BT`.
+  The keys of section `distillation` are c = `coef`, γ = `discount` and w = `reward_weight`.
+  `objectives.distillation_advantages` computes the sum. The mini-batches must have `old_logp_BT`
+  and `teacher_logp_BT`. The estimator fills `advantage_BT`, and drops `teacher_logp_BT`.
   """
   return lambda batches: _distill(list(batches), config.hyperparameters())
 
@@ -246,7 +246,7 @@ def _distill(batches: list[TrainBatch], hyperparameters: Mapping[str, Any]) -> F
   return [advantages(batch) for batch in batches], O.compute(metrics)
 
 
-# Estimators on the devices, by name. All others compute their advantages on the host.
+# Estimators on the devices, by name. All other estimators run on the host.
 PARTS: dict[str, Callable[[RunConfig, Critic | None], Part]] = dict(
   gae=lambda c, critic: critic_advantages(c.critic, critic.hyperparameters),
   turn_gae=lambda c, critic: critic_advantages(c.critic, critic.hyperparameters),

@@ -77,9 +77,9 @@ def shares_prompts(c: RunConfig, rollout: Rollout, older: bool) -> bool:
   """Whether a group's trajectories begin with the same tokens and experts.
 
   In conversations (`environment.name`) the first tokens may differ. In other runs, only the
-  sampler's experts may differ, if the responses of a group prefilled the prompt under different
-  weights. A resumed partial rollout prefills again. If there is a lag, servers may load new weights
-  between two responses. The engine does not matter, so a replayed run makes the same updates.
+  sampler's experts may differ, if different weights prefilled the prompt for the responses of a
+  group. This happens if a resumed partial rollout prefills again, or if there is a lag and servers
+  load new weights. The result does not depend on the engine, so a replayed run is the same.
 
   Args:
     older: result of `has_older`.
@@ -126,10 +126,10 @@ def has_older(rollout: Rollout, version: int) -> bool:
 
 
 def with_verdict(rollout: Rollout, known_B: np.ndarray) -> Rollout:
-  """Excludes the responses without a verdict: their mask becomes 0.
+  """Sets the mask of responses without a verdict to 0.
 
-  An advantage of 0 would not suffice: the tokens would still count in the denominator of the loss,
-  in the KL penalty and in the entropy bonus.
+  An advantage of 0 would not suffice, since the tokens would still count in the denominator of the
+  loss, in the KL penalty and in the entropy bonus.
   """
   return dataclasses.replace(rollout, mask=rollout.mask * known_B[:, None])
 
@@ -137,8 +137,8 @@ def with_verdict(rollout: Rollout, known_B: np.ndarray) -> Rollout:
 def token_rewards(rollout: Rollout, reward_PG: np.ndarray, in_parts: bool) -> np.ndarray:
   """Returns rewards by token, float32 [B, L]; 0 for untrained responses.
 
-  in_parts: whether to return the rewards of turns or lines, `rollout.rewards`. If not, a response
-    has one reward, at its last trained token.
+  If `in_parts` is True, these are the rewards of turns or lines, `rollout.rewards`. Otherwise a
+  response has one reward, at its last trained token.
   """
   live_B = (rollout.mask > 0).any(axis=1)
   if in_parts:
@@ -176,7 +176,7 @@ def segments_of(
   """Numbers the segments of each response, int32 [B, L], from 0.
 
   Args:
-    objective: the section with `segment_unit` and `segment_tokens`, the unit and its size.
+    objective: section `objective`, with `segment_unit`, and `segment_tokens` for unit "tokens".
     breaks_V: number of line breaks in each token's text; None if segments are not lines.
     marks: delimiters between reasoning steps; None if segments are not steps.
   """
@@ -208,7 +208,7 @@ def train_batch(
     unit_BL: segment number of each token. None means a loss without segments.
     shared_prompts: whether a group's trajectories begin with the same tokens and experts.
     version: version of the weights before the updates. Sampler and trainer are compared on tokens
-      of this version only. None means that all tokens are of one version.
+      of this version only. None means that these weights sampled all tokens.
     replays_sampler: whether updates replay the sampler's experts (R3). If so, the experts of older
       tokens are needed, too.
     mask_truncated: whether the loss excludes truncated responses.
@@ -246,8 +246,8 @@ def sampler_experts(
 ) -> np.ndarray | None:
   """Returns the sampler's experts, with NO_EXPERT for padding.
 
-  If `version` is set and updates do not replay the experts, tokens first read by other weights
-  have NO_EXPERT, too. The result is None if the sampler recorded no experts.
+  If `version` is set and updates do not replay the experts, tokens first read by weights of another
+  version have NO_EXPERT, too. The result is None if the sampler recorded no experts.
   """
   experts_BTlk = rollout.routing
   if experts_BTlk is None:
@@ -274,10 +274,10 @@ def current_tokens(
 
 
 def fed_to(version_BL: np.ndarray) -> np.ndarray:
-  """Returns the version of the first weights to read each token.
+  """Returns the version of the first weights to read each token, int32 [B, L].
 
-  The sampler reads a token in order to sample the next one. So the version is that of the next
-  sampled token, or -1 if no sampled token follows: int32 [B, L].
+  The sampler reads a token in order to sample the next token. So the result is the version of the
+  next sampled token, or -1 if no sampled token follows.
 
   Args:
     version_BL: version of the weights that sampled each token, -1 for other tokens.
@@ -330,7 +330,7 @@ def minibatches(
 
 def _pad_rows(batch: TrainBatch, rows: int) -> TrainBatch:
   """Appends empty sequences to a batch."""
-  # Other arrays are padded with 0. In these two, 0 is the number of an expert or a token.
+  # Arrays are padded with 0, except these two, in which 0 would be an expert or a token.
   empty = dict(sampler_experts_BTlk=routing.NO_EXPERT, support_BTX=NO_TOKEN)
 
   def widen(path, x):
@@ -343,7 +343,7 @@ def _pad_rows(batch: TrainBatch, rows: int) -> TrainBatch:
 def epochs(batches: Sequence[TrainBatch], number: int) -> list[TrainBatch]:
   """Repeats mini-batches for all epochs, in the order of updates.
 
-  In later epochs, `first_B` is False: earlier updates have changed the weights.
+  In later epochs, `first_B` is False, since earlier updates have changed the weights.
   """
   later_epoch = [batch.replace(first_B=batch.first_B & False) for batch in batches]
   return [*batches, *later_epoch * (number - 1)]
@@ -383,7 +383,7 @@ def sample_arrays(
   batches: Sequence[TrainBatch],
   reviews: Sequence[Mapping[str, Any]],
 ) -> dict[str, np.ndarray]:
-  """Fetches the arrays of the samples log by name, in rollout order.
+  """Fetches arrays for the samples log, as a dict by name, in rollout order.
 
   Args:
     reviews: one dictionary per mini-batch, from the pass of `passes.make_review`.

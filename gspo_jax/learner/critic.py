@@ -6,8 +6,8 @@ computed from the hidden state that predicts token t. In an array [B, T], V_t is
 Values, advantages and returns are computed once before the updates of an iteration, and stay fixed
 during the updates. Keys of section `critic`:
 
-- `name`: a critic is a head on the policy's hidden states ("head"), or a model with its own trunk
-  of layers ("model").
+- `name`: the critic is a head on the policy's hidden states ("head"), or a model with a separate
+  trunk of layers ("model").
 - `bootstrap`: if it is True, the state after a truncated response has the critic's value. In all
   other cases, the state after a response has the value 0.
 - `kl_coef` β: β log π_old/π_ref is subtracted from the reward of each token, as in InstructGPT
@@ -43,7 +43,7 @@ class Critic(NamedTuple):
 
   config: CriticConfig  # Section `critic`.
   tx: Optimizer
-  hyperparameters: Mapping[str, float]  # Except the optimizer's, which `tx` has.
+  hyperparameters: Mapping[str, float]  # Hyperparameters of the optimizer are in `tx` instead.
 
 
 def values(
@@ -57,7 +57,7 @@ def values(
   """Returns V_t, float32 [B, T], 0 at position 0.
 
   Args:
-    hidden_RTD: the policy's hidden states. A critic with its own trunk ignores them.
+    hidden_RTD: the policy's hidden states. A critic with a separate trunk ignores them.
   """
   return shift_right(
     _values_after(config, critic, hidden_RTD, rows, learner, hyperparameters), rows
@@ -77,7 +77,7 @@ def _values_after(
     hidden_RTD = forward(critic.trunk, rows, learner.model, learner.compute).hidden_BTD
   else:
     differentiable_RTD, hidden_RTD = hidden_RTD, jax.lax.stop_gradient(hidden_RTD)
-    if config.trunk_coef:  # The term added is 0. Its gradient is scaled by the coefficient.
+    if config.trunk_coef:  # The added term is 0, but its gradient is not.
       hidden_RTD += hyperparameters["trunk_coef"] * (differentiable_RTD - hidden_RTD)
   return head.values(critic, hidden_RTD)
 
@@ -89,7 +89,7 @@ def new_critic(
   seed: int,
   policy: Callable[[], Any],
 ) -> head.Critic:
-  """Initializes a critic in the training layout; all its values are 0.
+  """Initializes a critic in the training layout. The initial critic has the value 0 everywhere.
 
   Args:
     config: section `critic`.
@@ -119,7 +119,8 @@ def make_values(
   """
 
   def values_of(policy: Any, critic: head.Critic, inputs: ModelInputs) -> Any:
-    # Rows are plain if `prompt_B` is None. Trees exclude the last token of the longest responses.
+    # The value after the last token is needed, but trees exclude the last token of the longest
+    # responses. If `prompt_B` is None, rows are plain instead.
     if config.bootstrap and inputs.places is None:
       inputs = inputs.replace(prompt_B=None)
     rows, hidden_RTD = rows_of(inputs, learner), None
@@ -142,7 +143,7 @@ def make_values(
 def loss(
   config: CriticConfig, value_BT: jax.Array, batch: TrainBatch, hyperparameters: Mapping[str, Any]
 ) -> Metrics:
-  """Returns the critic's metrics. `LOSS` is the undivided loss, a mean over tokens."""
+  """Returns the critic's metrics. `LOSS` is its loss, a mean over tokens not yet divided."""
   clip = hyperparameters["clip"] if config.clip else None
   total, metrics = O.value_loss.sums(
     value_BT,

@@ -11,7 +11,7 @@ Losses and metrics read arrays [B, T] by sequence. A sequence and its model row 
 device, so rearranging needs no communication.
 
 The head computes logits. No loss needs the logits of a prompt. So if prompt lengths are known, the
-head reads only [B, U], the positions before response tokens (`before_responses`). In packed rows,
+head reads only the positions before response tokens, [B, U] (`before_responses`). In packed rows,
 the head reads all positions.
 
 Letters in addition to those of structs.py:
@@ -19,7 +19,7 @@ Letters in addition to those of structs.py:
   R  model rows
   U  maximum response length
   X  maximum number of tokens in a support (`Rollout.support`)
-  F  positions of a row of attention, if packed sequences share prompts
+  F  length of attention's rows, if packed sequences share prompts (`packed`)
 """
 
 import functools
@@ -53,7 +53,7 @@ class Rows:
 
   tokens_RT: Array
   targets_RT: Array  # Next token of the same sequence.
-  segments_RT: Array  # Attention stays within a segment; 0 for padding.
+  segments_RT: Array  # Segment number, 0 for padding; attention stays within a segment.
   old_experts_RTlk: Array | None  # Experts of the old policy; None if not recorded.
   sampler_experts_RTlk: Array | None  # Experts chosen by the sampler; None if not recorded.
   support_RTX: Array | None  # Support of the target; None means the whole vocabulary.
@@ -64,7 +64,7 @@ class Rows:
   place_BT: Array | None = None
   # Prompt length of each sequence. None if the head reads all positions, or if rows are trees.
   prompt_B: Array | None = None
-  # U, or 0 if the head reads all positions.
+  # Maximum response length U; 0 if the head reads all positions.
   responses: int = flax.struct.field(pytree_node=False, default=0)
   # Layout of rows with one prompt for several responses. None for other rows.
   tree: Tree | None = flax.struct.field(pytree_node=False, default=None)
@@ -135,16 +135,16 @@ def trees(
   """Returns rows with one prompt for the sequences of a group.
 
   A tree is a trunk and one branch per sequence (Prefix Grouper, arXiv:2506.05433). The trunk is the
-  prompt without its last token. A branch is the last prompt token and the response: the last prompt
+  prompt without its last token. A branch is the last prompt token and the response. The last prompt
   token is repeated because its next token differs between responses. A branch has U positions. The
   last token of a response of length U is not an input, since no token follows it.
 
   A tree of G sequences fills G rows, which are shorter than T. G is the greatest common divisor of
-  the group size and the number of sequences on a device. Rows are plain if G is 1, or if T leaves
-  fewer than two positions for the prompt.
+  the group size and the number of sequences on a device. Rows are plain if G is 1, if U is 0, or if
+  fewer than two positions of T are for the prompt.
 
   Args:
-    inputs: sequences in groups of `group_size`, which have the same first `prompt_B` tokens.
+    inputs: sequences in groups of `group_size`. The first `prompt_B` tokens are equal in a group.
     response_tokens: maximum response length U; the other T - U positions are for the prompt.
     old_experts_BTlk: experts of the old policy. None if not recorded.
   """
@@ -177,7 +177,7 @@ def trees(
 def packed(
   inputs: ModelInputs, R: int, old_experts_BTlk: Array | None = None, response_tokens: int = 0
 ) -> Rows:
-  """Returns R rows with the sequences placed there by `packing.plan`.
+  """Returns R rows with several sequences each, as planned by `packing.plan`.
 
   Sequences that share a prompt have one copy of it in their row. Attention then reads separate,
   longer rows of F positions, with a copy of the prompt before each response
@@ -207,7 +207,7 @@ def packed(
     trunk_B1, shared_B1 = trunk_B[:, None], jnp.maximum(prompt_B[:, None] - 1, 0)
     in_trunk_BT = time_1T < shared_B1
     place_BT = places(jnp.where(in_trunk_BT, trunk_B1, start_B1 - shared_B1), T)
-    # The sequences of a trunk have the same prompt. The one directly after the trunk writes it.
+    # Sequences of a trunk have the same prompt. The sequence directly after the trunk writes it.
     writes_B1 = trunk_B1 + shared_B1 == start_B1
     written_BT = jnp.where(in_trunk_BT & ~writes_B1, rows * T, place_BT)
     F = packing.with_prompts(T, response_tokens)

@@ -5,7 +5,7 @@ Several metrics are reported separately for classes of responses or segments:
 - Age: the age of a token is the version of the weights before the updates, less the version that
   sampled it. The age of a response is that of its oldest token. The last class includes all older
   responses.
-- Length: the upper limits of the classes are powers of two, chosen from the maximum length.
+- Length: the upper limits of the classes are powers of two, up to the maximum response length.
   `.../le_64` is about responses of 33 to 64 tokens. The first class includes all shorter responses.
 - Segment: the first four segments of a response are in the classes "1" to "4". In addition, the
   segments of a response are divided equally into the classes "first", "middle" and "last". A single
@@ -31,7 +31,7 @@ from gspo_jax.structs import Rollout, TrainBatch
 
 LENGTH_CLASSES = 6  # Maximum number of classes by length.
 NUMBERED, THIRDS = 4, ("first", "middle", "last")  # Classes of segments, by number and by third.
-VOLATILITY = "router/volatility"  # Name of a metric: share of changed experts.
+VOLATILITY = "router/volatility"  # Name of the metric of changed experts (`volatility_metrics`).
 
 
 def ages(rollout: Rollout, version: int) -> np.ndarray:
@@ -67,13 +67,14 @@ def age_metrics(
 ) -> Metrics:
   """Returns metrics of the responses of each age.
 
-  For an age without responses, all means but `by_age/responses` are empty (`Mean.empty`).
+  If no response has a certain age, all metrics of this age but `by_age/responses` are empty
+  (`Mean.empty`). w_it is the importance ratio of token t of response i.
 
-  - `by_age/responses`: share of this age in the trained responses with a version.
-  - `by_age/ratio_deviation`: mean of |s_i - 1|, with s_i = exp(1/|y_i| Σ_t log w_it), GSPO's ratio,
-    even if the loss has another ratio.
-  - `by_age/clip_fraction`: share of clipped tokens.
-  - `mismatch/by_age`: mean of |1/|y_i| Σ_t Δ_it|, with Δ the trainer's log-prob less the sampler's.
+  - `by_age/responses`: share of responses with this age, in all trained responses with a version.
+  - `by_age/ratio_deviation`: mean of |s_i - 1|. GSPO's ratio s_i = exp(1/|y_i| Σ_t log w_it) is
+    used even if the loss has a different ratio.
+  - `by_age/clip_fraction`: share of clipped tokens, in all tokens of responses with this age.
+  - `mismatch/by_age`: mean of |1/|y_i| Σ_t Δ_it|. Δ is the trainer's log-prob less the sampler's.
 
   Args:
     clipped_BT: mask of tokens clipped by the loss.
@@ -136,8 +137,9 @@ def length_metrics(
 ) -> Metrics:
   """Returns spread of ratios and share of clipped tokens by length class.
 
-  The spread `by_length/log_ratio_std` is the standard deviation of log s_i = 1/|y_i| Σ_t log w_it,
-  even if the loss has another ratio. A class without responses has 0.
+  The spread `by_length/log_ratio_std` is the standard deviation of log s_i = 1/|y_i| Σ_t log w_it.
+  w_it are ratios of tokens. GSPO's ratio s_i is used even if the loss has a different ratio. If a
+  class has no responses, its metrics are 0.
 
   Args:
     clipped_BT: mask of tokens clipped by the loss.
@@ -193,7 +195,7 @@ def _log_ratio(logp_BT: jax.Array, old_logp_BT: jax.Array, live_BT: jax.Array) -
 
 
 def token_gradient(loss: Callable[[jax.Array], Mean], logp_BT: jax.Array) -> jax.Array:
-  """Returns the derivative of the loss's numerator by log-probabilities, [B, T]."""
+  """Returns the gradient of the loss's numerator at the log-probabilities, [B, T]."""
   logp_BT = jax.lax.stop_gradient(logp_BT)
   return jax.grad(lambda x_BT: loss(x_BT).numerator)(logp_BT)
 
@@ -211,9 +213,10 @@ def segment_metrics(
 
   - `clip_fraction`: mean over segments of the share of clipped tokens.
   - `gradient`: mean of Σ_t |∂L/∂ log π_θ(y_t)|, with the loss L before the division by its
-    denominator. For `segment_loss`, aggregated by sequence, the sum is |s_ik Â_i| / K_i for an
-    unclipped segment, and 0 for a clipped one.
-  - `ratio_std`: standard deviation of s_ik = exp( 1/|z_ik| Σ_t log w_it ).
+    denominator. If `segment_loss` is aggregated by sequence, the sum is |s_ik Â_i| / K_i for an
+    unclipped segment, and 0 for a clipped segment.
+  - `ratio_std`: standard deviation of s_ik = exp( 1/|z_ik| Σ_t log w_it ). w_it are ratios of
+    tokens.
 
   Args:
     loss: function from log-probabilities [B, T] to the undivided loss of the update.
@@ -270,8 +273,8 @@ def version_metrics(batch: TrainBatch, current_BT: jax.Array) -> Metrics:
   """Compares sampler and trainer by the version of the sampling weights.
 
   `mismatch/current/...` is about tokens sampled by the current weights, and `mismatch/older/...`
-  about all other trained tokens. `mismatch/older/tokens` is the share of these in all trained
-  tokens.
+  about all other trained tokens. `mismatch/older/tokens` is the share of these other tokens in all
+  trained tokens.
 
   Args:
     current_BT: 1 on trained tokens that the current weights sampled.
@@ -301,13 +304,15 @@ def router_metrics(stats: moe.RouterStats, config: ModelConfig) -> dict[str, Any
 
 
 def volatility_metrics(out: transformer.Output, rows: Rows, replay: str) -> dict[str, Mean]:
-  """Measures the share of changed experts since the rollout, by layer.
+  """Measures the share of changed experts, by layer.
 
-  If there is no replay, the experts of this forward pass are compared with those of the pass that
-  recomputed old log-probs. If there was no such pass, they are compared with the sampler's experts.
-  If there is replay, the router's own choice is compared with the replayed experts, although the
-  router's inputs depend on experts replayed in earlier layers: a further pass would cost time. If
-  no experts are recorded, there is no metric.
+  - If there is no replay, the experts of this forward pass are compared with those of the pass that
+    recomputed old log-probs. If there was no such pass, the comparison is with the sampler's
+    experts.
+  - If there is replay, the router's choice is compared with the replayed experts. The router's
+    inputs depend on experts replayed in earlier layers. A pass without replay would avoid this, but
+    would cost time.
+  - If no experts are recorded, there is no metric.
 
   `router/volatility/sampler` is the comparison with the sampler's experts, over all layers.
   """

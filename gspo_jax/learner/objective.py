@@ -39,7 +39,7 @@ def configured_loss(
   max_length: int = 0,
   hyperparameters: Mapping[str, Any] | None = None,
 ) -> tuple[Mean, Metrics, jax.Array]:
-  """Returns the configured loss undivided, metrics, and clipped tokens [B, T].
+  """Returns the configured loss, not yet divided, with metrics and clipped tokens [B, T].
 
   Args:
     config: section `objective`.
@@ -56,8 +56,8 @@ def configured_loss(
   options["entropy_BT"] = entropy_BT
   if config.kl_coef or "ref_logp_BT" in parameters:
     options["ref_logp_BT"] = batch.ref_logp_BT
-  # "k3_weighted" has a ratio to the policy that sampled the tokens. Recomputed old log-probs may be
-  # those of later weights.
+  # "k3_weighted" has a ratio to the policy that sampled the tokens. Old log-probs are no substitute,
+  # because later weights may have recomputed them.
   weighted_kl = config.kl_coef and options.get("kl") == "k3_weighted"
   if weighted_kl or "sampler_logp_BT" in parameters:
     options["sampler_logp_BT"] = batch.sampler_logp_BT
@@ -101,7 +101,7 @@ def _weight(
   """Returns the loss's argument `weight` [B] or [B, T], and metrics.
 
   The weight is the product of the importance correction and the mask of off-policy responses. A
-  factor that is not configured is 1. If neither is configured, the weight is None.
+  factor that is not configured is 1. If neither factor is configured, the weight is None.
   """
   factors, metrics, mask_BT = [], {}, batch.mask_BT
   if options := _correction_options(config):

@@ -64,7 +64,8 @@ def hyperparameters(config: OptimizerConfig, updates: int) -> dict[str, float]:
 def rate(schedule: Mapping[str, Any], count: Any) -> Any:
   """Returns the learning rate of update number `count`, counted from 0.
 
-  The schedules of Optax test their arguments by `if` in Python, so the arguments cannot be traced.
+  The schedules of Optax are not used, since they test arguments with Python's `if`. Such arguments
+  cannot be traced.
   """
   peak, warmup = schedule["peak"], schedule["warmup"]
   # The warmup starts at peak / warmup. An update with a learning rate of 0 would waste its rollout.

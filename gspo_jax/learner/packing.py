@@ -1,6 +1,6 @@
-"""Packs several sequences into one model row: fewer rows hold all tokens of a mini-batch.
+"""Packs several sequences into one model row, so that a mini-batch needs fewer rows.
 
-A sequence is a prompt and its response. Response lengths are heavy-tailed: if each sequence had a
+A sequence is a prompt and its response. Response lengths are heavy-tailed. If each sequence had a
 row of maximum length, most of a row would be padding, which costs as much as tokens. So the host
 plans a place for each sequence (`plan`), and the model reads packed rows (`layout.packed`).
 
@@ -132,7 +132,7 @@ def undo(batch: TrainBatch) -> TrainBatch:
 
 
 def in_order(x_B: np.ndarray, order_B: np.ndarray | None) -> np.ndarray:
-  """Restores the order before `plan`. None means an unchanged order."""
+  """Restores the order before `plan`. If `order_B` is None, the order is unchanged."""
   return x_B if order_B is None else x_B[np.argsort(order_B)]
 
 

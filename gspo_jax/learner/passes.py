@@ -80,9 +80,10 @@ def log_probs(
   """Returns log-probs and entropies [B, T], the model's output and the rows.
 
   The log-prob at position t is log π(token t | tokens before t), and the entropy is that of the
-  same distribution. Position 0 is 0. If the head reads only the positions before response tokens
-  (layout.py), the positions of prompts are 0 too. For a token with a recorded support (the tokens
-  within top-k, top-p and min-p), π is normalised over the support instead of the vocabulary.
+  same distribution. The values at position 0 are 0. If the head reads only the positions before
+  response tokens (layout.py), the values at prompt tokens are 0 too. The support of a token is the
+  set of tokens within top-k, top-p and min-p. If a support is recorded, π is normalised over the
+  support instead of the vocabulary.
 
   Args:
     params: parameters of the model.
@@ -163,8 +164,8 @@ class OldPolicy(NamedTuple):
   """Log-probs and experts of the old policy, the weights before an iteration's updates."""
 
   old_logp_BT: jax.Array
-  # Experts chosen by the trainer's router. None unless they are needed by R2 or, if there is no
-  # replay, by the volatility metric.
+  # Experts chosen by the trainer's router. R2 needs them. If there is no replay, the volatility
+  # metric needs them. In all other cases they are None.
   old_experts_BTlk: jax.Array | None
 
 
@@ -173,9 +174,9 @@ def make_old_policy(
 ) -> Callable[[Any, ModelInputs], OldPolicy]:
   """Builds the jitted pass of the old policy, (params, inputs) -> `OldPolicy`.
 
-  The trainer's router chooses the experts. With R3, the sampler's experts are replayed instead. The
-  first update of an iteration has the same weights and experts. So its log-probs differ from those
-  of this pass by rounding errors only (`step.with_own_logp`).
+  The trainer's router chooses the experts, unless `objective.replay` is R3, which replays the
+  sampler's experts. The first update of an iteration has the same weights and experts as this pass.
+  So its log-probs differ from those of this pass by rounding errors only (`step.with_own_logp`).
   """
   keeps_experts = objective.replay == "R2" or (objective.replay == "none" and objective.volatility)
 
@@ -202,8 +203,8 @@ def make_review(
 
   - `log_ratio_BT`: log-prob under the new parameters less the old policy's.
   - `clipped_BT`: mask of the tokens clipped by the loss at the new parameters.
-  - `gradient_BT`, only if importance ratios are per segment: derivative of the loss's numerator by
-    each token's log-prob (`token_gradient`).
+  - `gradient_BT`: gradient of the loss's numerator at each token's log-prob (`token_gradient`),
+    only if each segment has an importance ratio.
 
   Args:
     old_policy: pass of `make_old_policy`. The review calls it with the new parameters, so both

@@ -13,7 +13,7 @@ from gspo_jax.settings.model import ComputeConfig
 
 # These options are undocumented. They exist in libtpu 0.0.42, but maybe not in other versions.
 OPTIONS = dict(
-  # Collectives run on SparseCores (TPU v5p, v6e and tpu7x), in parallel to everything else.
+  # Collectives run on SparseCores (TPU v5p, v6e and tpu7x), in parallel to all other operations.
   sparsecore=dict(
     xla_tpu_enable_async_collective_fusion_fuse_all_gather=False,
     xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter=False,

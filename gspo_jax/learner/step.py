@@ -40,7 +40,7 @@ from gspo_jax.structs import TrainBatch, TrainState
 class WithHyperparameters(NamedTuple):
   """A jitted function with hyperparameters as its last argument.
 
-  Hyperparameters are traced scalars. With new values, the function is not compiled again.
+  Hyperparameters are traced scalars, so new values do not require another compilation.
   """
 
   function: Callable
@@ -78,7 +78,8 @@ def make_rl_step(
   """Builds the jitted update on one mini-batch, (state, batch) -> (state, metrics).
 
   The buffers of the old state are donated. Hyperparameters, such as clip ranges and learning rates,
-  are arguments of the program. So configurations that differ in hyperparameters alone share it.
+  are arguments of the program. So configurations that differ in hyperparameters alone share one
+  program.
 
   Args:
     tx: optimizer of the policy.
@@ -144,7 +145,7 @@ def _rl_step(
     return _with_balance(learner, value, total, metrics, out.stats, hyperparameters)
 
   def relative_weight(batch, hyperparameters):
-    # The loss's denominator does not depend on log-probs, so they may be 0.
+    # The loss's denominator does not depend on log-probs, so log-probs of 0 suffice.
     zeros_BT = jnp.zeros_like(batch.sampler_logp_BT)
     total = _loss_at(objective, zeros_BT, batch, learner, hyperparameters["objective"], zeros_BT)
     return total.denominator / jnp.maximum(batch.mask_BT.sum(), 1)
@@ -201,10 +202,10 @@ def with_own_logp(
   """Replaces the first mini-batch's old log-probs by `logp_BT`.
 
   On the first mini-batch of an iteration the weights are those of the old policy. If
-  `objective.old_logp=recompute`, another program computed the old log-probs from the same weights,
-  so they differ from `logp_BT` by rounding errors Δ. After the replacement the importance ratio is
-  exactly 1. Other mini-batches keep the recomputed log-probs, so their ratios include Δ. If the key
-  has another value, the batch is unchanged.
+  `objective.old_logp=recompute`, a separate program computed the old log-probs from the same
+  weights, so they differ from `logp_BT` by rounding errors Δ. After the replacement the importance
+  ratio is exactly 1. All later mini-batches keep the recomputed log-probs, so their ratios include
+  Δ. If `objective.old_logp` has a different value, the batch is unchanged.
 
   The metric `mismatch/recomputed` is the mean over sequences of |mean over tokens of Δ|.
   `summarize` reports its value on the first mini-batch.
@@ -293,18 +294,17 @@ def _step(
   """Builds the jitted function (state, batch, hyperparameters) -> (state, metrics).
 
   Gradients of numerators are summed over micro-batches, and denominators are summed separately. The
-  first sum is divided by the second. So the number of micro-batches affects memory only, except for
-  the load-balance loss: it is a product of two means over a micro-batch.
+  first sum is divided by the second. So the number of micro-batches affects memory only. An
+  exception is the load-balance loss, a product of two means over a micro-batch.
 
   If the gradient is 0, the state is unchanged, since Adam would otherwise apply its momentum.
-  `updates_skipped` counts non-finite updates, and all later ones if `on_nonfinite=stop`.
+  `updates_skipped` counts non-finite updates, and all later updates if `on_nonfinite=stop`.
 
   Args:
     numerator: function of (parameters, i, **constants) -> (numerator of micro-batch i, metrics).
     apply, apply_to_critic: `Optimizer.update` of policy and critic. None means no critic.
     relative_weight: function of (batch, hyperparameters) -> the denominator of the policy's loss,
-      divided by that of the critic's loss. The critic's numerator is multiplied by this ratio,
-      since the sum of both numerators is divided by the policy's denominator.
+      divided by that of the critic's loss. The critic's numerator is multiplied by this ratio.
   """
   gradient = jax.grad(numerator, has_aux=True)
 
@@ -347,10 +347,10 @@ def _step(
 
 
 def _on_replicas(state: TrainState, policy: Any, frozen: Any) -> tuple[Any, Any]:
-  """Gives each replica its own gradient of policy and critic (replicas.py).
+  """Keeps gradients of policy and critic separate on each replica (replicas.py).
 
   These gradients are summed over replicas once per update. The gradients of adapters and of the
-  critic's head are small, and are summed in every micro-batch.
+  critic's head are small. JAX sums them in every micro-batch.
   """
   if not jax.tree.leaves(frozen):
     policy = replicas.apart(policy)

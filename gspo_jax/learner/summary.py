@@ -37,12 +37,12 @@ class Compared(NamedTuple):
 def summarize(minibatches: tuple[dict[str, Any], ...]) -> dict[str, jax.Array | Compared]:
   """Merges the metrics of an iteration's updates into scalars.
 
-  `minibatch/i/...` are metrics of update i, which is counted over all epochs. They show how the
+  `minibatch/i/...` are metrics of update i, counted from 0 over all epochs. They show how the
   policy moves away from the old policy.
 
   Metrics that compare sampler and trainer are those of the first mini-batch, before any update. The
-  metrics of `version_metrics` are over all mini-batches, since a pass before the updates has
-  computed the trainer's log-probs.
+  metrics of `version_metrics` are an exception. They are over all mini-batches, since a pass before
+  the updates has computed the trainer's log-probs.
 
   Args:
     minibatches: metrics of each update, not yet divided.

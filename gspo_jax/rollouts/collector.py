@@ -123,8 +123,7 @@ class Collector:
       self._stateful["recorded"] = sources.Batches(records, P, seed=seed)
     if self._constraints:
       self._stateful["multipliers"] = self._constraints
-    # Groups carried over to the next iteration: unfinished groups, and finished groups in excess of
-    # the batch's size.
+    # Groups carried over to the next iteration: unfinished groups, and finished surplus groups.
     self._in_flight: list[Group] = []
     self._limit = config.sampling.max_new_tokens  # Maximum response length in this iteration.
     self._version = 0  # Version of the engine's weights.
@@ -137,9 +136,9 @@ class Collector:
     The batch has P = `rl.prompts` groups, of which N are sampled. A group is mixed if the scores of
     its responses differ. While fewer than N sampled groups are mixed, dynamic sampling adds rounds,
     up to `extra_rounds`. The batch takes mixed groups first, and then the earliest groups that are
-    not mixed. In the latter, rewards differ by reward shaping alone. So if `extra_rounds` is set,
-    their advantages are 0, except in one case (`costs.teaches`). If `rl.token_budget` is set, the
-    batch may have fewer than P groups.
+    not mixed. If `extra_rounds` is set, advantages of groups that are not mixed are 0, since their
+    rewards differ by reward shaping alone. `costs.teaches` names an exception. If `rl.token_budget`
+    is set, the batch may have fewer than P groups.
 
     Args:
       step: number of the iteration.
@@ -179,10 +178,7 @@ class Collector:
     return Collected(groups, rollout, step, version, advantage_PG, advantage_BL, usage, row)
 
   def _restart_stale(self) -> dict[str, float]:
-    """Restarts responses with tokens of weights more than `rl.max_age` versions old.
-
-    Returns the number of restarts as a metric.
-    """
+    """Restarts responses with tokens more than `rl.max_age` versions old; returns their number."""
     if not self._config.rl.max_age:
       return {}
     oldest_allowed, number = self._version - self._config.rl.max_age, 0
@@ -250,12 +246,11 @@ class Collector:
     Returns the finished groups, at most N. The budget ends sampling only once there is a finished
     group for each mini-batch.
 
-    Surplus groups were finished in earlier iterations. The oldest of them are used first, at most
-    max(1, N // 2). The remaining surplus groups wait for later iterations. Let F be the number of
-    surplus groups in use, and G = `rl.group_size`. A new prompt starts only if the number of
-    responses in flight, with those to the new prompt, is at most G (N - F). If all extra prompts
-    started at once, more groups would finish than the iteration needs. The surplus would become
-    older while it waits.
+    Surplus groups were finished in earlier iterations. The oldest max(1, N // 2) of them are used
+    first. The remaining surplus groups wait for later iterations. Let F be the number of surplus
+    groups in use, and G = `rl.group_size`. A new prompt starts only if at most G (N - F) responses
+    are in flight afterwards. If all extra prompts started at once, more groups would finish than
+    the iteration needs, and the surplus would become older while it waits.
     """
     c, engine, N, G = self._config, self._engine, self._num_sampled, self._config.rl.group_size
     driver = Driver(

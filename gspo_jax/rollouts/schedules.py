@@ -21,8 +21,8 @@ from gspo_jax.settings.training import ScheduleConfig
 SOLVED = 0.9  # Intended probability of at least one right response in a group.
 SHARES = (0.5, 0.9, 1.0)  # For each bucket, the share of iterations with no longer prompt.
 MULTIPLE = 16  # Buckets are rounded up to a multiple of this number of tokens.
-# Minimum ratio of a bucket to the next smaller bucket. Closer buckets would save too little padding
-# to be worth compiling a program.
+# Minimum ratio of a bucket to the next smaller bucket. The padding saved by a closer bucket is not
+# worth the compilation of a program.
 WORTH = 1.25
 
 

@@ -9,8 +9,8 @@ from gspo_jax import sharding
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.settings.sampling import SHORTEST_PREFILL, EngineConfig, SamplingConfig
 
-# Minimum of `Workload.piece`, unless it is 0. Each piece is sampled by a separate call to a server,
-# which prefills the whole prefix again. So shorter pieces would waste work.
+# Minimum of `Workload.piece`, unless it is 0. Each piece is sampled by a separate call to a server.
+# Each call prefills the whole prefix again, so shorter pieces would waste work.
 LEAST_PIECE = 64
 
 

@@ -44,8 +44,7 @@ def generate(
     prompts: non-empty lists or arrays of token ids.
     temperature: temperature of the softmax; 0 for greedy decoding.
     stop_ids: token ids that end a response. The response includes its stop token.
-    engine: settings of the engine, such as the number of slots. By default, each response has a
-      slot.
+    engine: settings such as the number of slots. By default, each response has a slot.
 
   Returns:
     A Rollout with `group_size` rows per prompt, in the prompts' order. The length of a row is the

@@ -28,8 +28,7 @@ class Environment(Protocol):
 
   An optional integer attribute `tool_calls` counts the tool calls so far. If there is no such
   attribute, every turn but the last counts as one tool call. If a method raises, returns an
-  unusable value or exceeds the time limit (tasks/environments.py), the trajectory fails, and all
-  other trajectories continue.
+  unusable value or exceeds the time limit (tasks/environments.py), only this trajectory fails.
   """
 
   def reset(self) -> Sequence[Message] | Sequence[int]:
@@ -101,8 +100,7 @@ class Trajectory:
       length or number of turns, or it failed.
     stopped: whether the last turn ended with a stop token or stop string, and the environment was
       done. After a single turn, the environment is always done.
-    limit: maximum number of tokens after the prompt, set by the latest driver; 0 until a driver
-      sets it.
+    limit: maximum number of tokens after the prompt; 0 until a driver sets it.
     experts: experts chosen in the first forward pass of each token except the last token, int8 or
       int16 [prompt + n - 1, l, k]; None if not recorded.
     support: token ids in each token's sampling distribution, int32 [n, X], padded with NO_TOKEN. A
@@ -295,10 +293,7 @@ def _pad_support(support_nX: np.ndarray, width: int) -> np.ndarray:
 def recorded_turn(
   prompt: Sequence[int], sample: int, tokens: np.ndarray, stopped: bool, tag: Any = None
 ) -> Trajectory:
-  """Returns a finished trajectory with a recorded response as its single turn.
-
-  The versions of its tokens are -1, and their log-probs are 0.
-  """
+  """Returns a finished trajectory with one recorded turn, versions of -1 and log-probs of 0."""
   trajectory = Trajectory(prompt, sample, 0, SingleTurn(prompt), tag)
   zeros = np.zeros(len(tokens), np.float32)
   unversioned = np.full(len(tokens), -1, np.int32)

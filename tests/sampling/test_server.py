@@ -390,7 +390,9 @@ def test_new_weights_that_were_not_taken_are_found_out(make):
   metrics = engine.usage.metrics()
   assert metrics["engine/servers"] == 1 == metrics["engine/probe/disagreed"]
   two[1].reloads = False
-  message = r"differ from the trainer's by .* in the mean.*server\.tolerance=0\.005: start it"
+  message = (
+    r"differ from the trainer's by .* in the mean, above .*server\.tolerance=0\.005.*: start it"
+  )
   with pytest.raises(ServersGone, match=message):
     engine.load(weights(3), 3)
   for server in two:

@@ -102,8 +102,7 @@ class Scheduler:
     self._cancelled: list[int] = []  # Ids of responses to cancel in the next call.
     self._free_entries = [list(range(self._entries)) for _ in range(self._shards)]
     self._load = [0] * self._shards  # Number of unfinished responses of each shard.
-    # For each shard, free pages after the last collected call, and pages of prefixes prefilled
-    # after that call.
+    # By shard: free pages after the last collected call, and pages of later prefills.
     self._free_pages = np.full(self._shards, size.pages)
     self._prefix_pages = np.zeros(self._shards, int)
     # Queue entries in use, by index in the whole queue: shard · entries + index in the shard.

@@ -31,8 +31,7 @@ from gspo_jax.settings.sampling import ServerConfig
 MAX_FAILURES = 3  # Consecutive failed calls or health checks before a server is excluded.
 HEALTH_S = 5.0  # Pause between two health checks of a server with calls in flight.
 CONNECT_S = 10.0  # Time limit to connect, and for short requests.
-# Idle time after which the client closes a connection. A server closes idle connections after 5 s,
-# and drops requests that arrive on them at that moment.
+# Idle time until a connection is closed. A server would close it after 5 s, and drop requests.
 IDLE_S = 2.0
 OTHER_CONNECTIONS = 16  # Connections per server for requests other than calls.
 SPARE_DESCRIPTORS = 1024  # File descriptors for the rest of the process.
@@ -175,8 +174,6 @@ class ServerPool:
       raise Failed("body", f"the answer to {path} is {value!r:.200}")
     return value
 
-  # Calls.
-
   def submit(self, call: Call, avoid: Collection[str] = ()) -> None:
     """Sends a call to the usable server with the fewest calls.
 
@@ -268,8 +265,6 @@ class ServerPool:
       if timeout := self._calls.pop(id_, None):
         timeout.reschedule(0)
 
-  # Weights.
-
   async def publish(
     self, weights: str, version: int, probe: Sequence[Call]
   ) -> list[list[Part] | None]:
@@ -318,10 +313,7 @@ class ServerPool:
     return parts
 
   async def end_publication(self, server: Server, reason: str) -> None:
-    """Ends a server's publication.
-
-    If `reason` is "", the server becomes usable. Otherwise it is excluded for this reason.
-    """
+    """Ends a server's publication. The server is usable if `reason` is "", otherwise excluded."""
     if reason:
       self.exclude(server, reason)
       return
@@ -350,10 +342,7 @@ class ServerPool:
           self.exclude(server, f"{MAX_FAILURES} failures in a row, the last: {error}")
 
   async def _check_health(self, server: Server) -> None:
-    """Requests a server's health, up to MAX_FAILURES times.
-
-    A server that compiles may answer late.
-    """
+    """Requests a server's health, up to MAX_FAILURES times, since compilation may delay answers."""
     for remaining in reversed(range(MAX_FAILURES)):
       try:
         return await self.request(server.url, "/health")

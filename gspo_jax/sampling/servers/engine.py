@@ -42,9 +42,7 @@ RETRY_S = 5.0  # Pause between two attempts to find a usable server.
 
 
 class ServerEngine:
-  """Engine that samples on servers (an `Engine`).
-
-  As a context manager, it closes the connections at its end.
+  """Sampling by servers (an `Engine`). As a context manager, it closes the connections at exit.
 
   Args:
     model: configuration of the model.
@@ -135,8 +133,7 @@ class ServerEngine:
   def loads_beside_steps(self) -> bool:
     """Whether the run has one process.
 
-    If it had several, the loading and the stepping thread could broadcast in different orders on
-    different processes.
+    If there were several, threads of different processes could broadcast in different orders.
     """
     return jax.process_count() == 1
 
@@ -185,20 +182,15 @@ class ServerEngine:
     return hosts.broadcast(self._pool is not None and bool(self._pool.usable))
 
   def _disagreement(self, mean: float, largest: float) -> str:
-    """Returns the reason to exclude a server with these differences; "" if there is none.
-
-    Args:
-      mean, largest: mean and maximum difference between log-probs of server and trainer.
-    """
+    """Returns the reason to exclude a server with these log-prob differences; "" for no reason."""
     if mean <= self._tolerance:  # False for NaN.
       self._probe_mean = max(self._probe_mean, mean)
       return ""
     self._disagreed += 1
     return (
-      f"its log-probs of version {self._version} differ from the trainer's by {largest:.3g} at "
-      f"most, and by {mean:.3g} in the mean, which may be at most "
-      f"engine.server.tolerance={self._tolerance:g}: start it with --logprobs-mode "
-      "processed_logprobs, and with this model"
+      f"its log-probs of version {self._version} differ from the trainer's by {mean:.3g} in the "
+      f"mean, above engine.server.tolerance={self._tolerance:g}, and by {largest:.3g} at most: "
+      "start it with --logprobs-mode processed_logprobs, and with this model"
     )
 
   # Requests.
@@ -238,8 +230,7 @@ class ServerEngine:
   def step(self) -> list[Response]:
     """Waits at most half a second, and returns the responses finished meanwhile.
 
-    If no server is usable, and `load` was called by the same thread, `step` also publishes the
-    weights again.
+    If no server is usable, and the caller is the loading thread, it publishes the weights again.
 
     Raises:
       Preempted: the run was asked to stop (system/preemption.py).
