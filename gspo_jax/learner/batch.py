@@ -79,7 +79,7 @@ def shares_prompts(c: RunConfig, rollout: Rollout, older: bool) -> bool:
   In conversations (`environment.name`) the first tokens may differ. In other runs, only the
   sampler's experts may differ, if different weights prefilled the prompt for the responses of a
   group. This happens if a resumed partial rollout prefills again, or if there is a lag and servers
-  load new weights. The result does not depend on the engine, so a replayed run is the same.
+  load new weights. The result does not depend on the engine, so replay makes the same updates.
 
   Args:
     older: result of `has_older`.

@@ -5,8 +5,9 @@ Several metrics are reported separately for classes of responses or segments:
 - Age: the age of a token is the version of the weights before the updates, less the version that
   sampled it. The age of a response is that of its oldest token. The last class includes all older
   responses.
-- Length: the upper limits of the classes are powers of two, up to the maximum response length.
-  `.../le_64` is about responses of 33 to 64 tokens. The first class includes all shorter responses.
+- Length: the upper limits of the classes are powers of two. The last limit is at least the maximum
+  response length. `.../le_64` is about responses of 33 to 64 tokens. The first class includes all
+  shorter responses.
 - Segment: the first four segments of a response are in the classes "1" to "4". In addition, the
   segments of a response are divided equally into the classes "first", "middle" and "last". A single
   segment is "middle".
@@ -195,7 +196,7 @@ def _log_ratio(logp_BT: jax.Array, old_logp_BT: jax.Array, live_BT: jax.Array) -
 
 
 def token_gradient(loss: Callable[[jax.Array], Mean], logp_BT: jax.Array) -> jax.Array:
-  """Returns the gradient of the loss's numerator at the log-probabilities, [B, T]."""
+  """Returns the gradient of the loss's numerator with respect to log-probs, [B, T]."""
   logp_BT = jax.lax.stop_gradient(logp_BT)
   return jax.grad(lambda x_BT: loss(x_BT).numerator)(logp_BT)
 

@@ -56,8 +56,8 @@ def configured_loss(
   options["entropy_BT"] = entropy_BT
   if config.kl_coef or "ref_logp_BT" in parameters:
     options["ref_logp_BT"] = batch.ref_logp_BT
-  # "k3_weighted" has a ratio to the policy that sampled the tokens. Old log-probs are no substitute,
-  # because later weights may have recomputed them.
+  # "k3_weighted" has a ratio to the policy that sampled the tokens. Old log-probs cannot be used
+  # instead, because later weights may have recomputed them.
   weighted_kl = config.kl_coef and options.get("kl") == "k3_weighted"
   if weighted_kl or "sampler_logp_BT" in parameters:
     options["sampler_logp_BT"] = batch.sampler_logp_BT

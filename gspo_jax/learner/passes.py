@@ -203,8 +203,8 @@ def make_review(
 
   - `log_ratio_BT`: log-prob under the new parameters less the old policy's.
   - `clipped_BT`: mask of the tokens clipped by the loss at the new parameters.
-  - `gradient_BT`: gradient of the loss's numerator at each token's log-prob (`token_gradient`),
-    only if each segment has an importance ratio.
+  - `gradient_BT`: gradient of the loss's numerator with respect to log-probs (`token_gradient`).
+    The dict has this array only if each segment has an importance ratio.
 
   Args:
     old_policy: pass of `make_old_policy`. The review calls it with the new parameters, so both

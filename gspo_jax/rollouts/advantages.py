@@ -70,9 +70,9 @@ class Advantages(NamedTuple):
 def compute(scored: ScoredGroups) -> Advantages:
   """Computes advantages by the configured estimator.
 
-  If `extra_rounds` is set, the advantages of a group are set to 0 if `costs.teaches` is False. If
-  `rl.mask_truncated` is set, the advantages of truncated responses are set to 0. The advantages of
-  the tokens of these responses remain, since the loss masks the tokens.
+  If `extra_rounds` is set, groups for which `costs.teaches` is False have advantages of 0. If
+  `rl.mask_truncated` is set, truncated responses have advantages of 0. The advantages of their
+  tokens are unchanged, since the loss masks these tokens.
   """
   c, rollout = scored.config, scored.rollout
   part = PARTS.get(c.estimator_of_rewards.name, group_advantages)

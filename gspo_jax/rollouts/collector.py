@@ -350,7 +350,7 @@ class Collector:
           prompt_id=group.prompt.id,
           prompt=group.prompt.question,
           response=group.responses[g],
-          answer=group.prompt.answer[:1000],  # The answer may be megabytes of a program's tests.
+          answer=group.prompt.answer[:1000],  # The tests of a program may be megabytes long.
           unknown=group.unknown[g],
         )
         for group, g in unknown[:MAX_LOGGED]

@@ -78,6 +78,6 @@ def _disagreement(trajectory: Trajectory) -> str:
   name = type(trajectory.environment).__name__
   return (
     f"environment.call_cost: figures() of the environment {name} reports tool_calls={reported:g}"
-    f", but its turns count as {calls} calls: give the environment an attribute tool_calls, the "
-    "number of calls so far"
+    f", but the driver counted {calls}: give the environment an attribute tool_calls, the number "
+    "of calls so far"
   )

@@ -99,7 +99,8 @@ class Pipeline:
     # Batches that were started and not yet returned by `next`, by iteration.
     self._jobs: collections.deque[concurrent.futures.Future] = collections.deque()
     self._position = collector.position()  # State after the last batch returned by `next`.
-    self._published: tuple[Any, int] = None, -1  # (weights, version); weights None once loaded.
+    # Newest weights and their version. The weights are None once the engine has loaded them.
+    self._published: tuple[Any, int] = None, -1
     self._loaded = -1  # Version loaded by `_load`; only the worker changes it during jobs.
     self._worker, self._idle_since, self._stop = None, 0.0, threading.Event()
     if self._mesh is not None or self._loads_during_steps:

@@ -1,4 +1,4 @@
-"""Excludes prompts whose responses are always right or always wrong, and so teach nothing.
+"""Excludes prompts that teach nothing: their responses are always right, or always wrong.
 
 `Group.correct_G` marks right responses. It follows from the verifier's scores, not from shaped
 rewards. For example, a bonus for short answers makes rewards differ even if all responses of a

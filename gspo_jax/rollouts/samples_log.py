@@ -67,7 +67,7 @@ def _summary(
     sample=sample,
     prompt=group.prompt.question,
     response=group.responses[sample],
-    answer=group.prompt.answer[:1000],  # The answer may be megabytes of a program's tests.
+    answer=group.prompt.answer[:1000],  # The tests of a program may be megabytes long.
     reward=float(group.reward_G[sample]) if verdict else None,
     advantage=round(advantage, 4),
     length=int(collected.rollout.lengths[row]),

@@ -19,7 +19,7 @@ from gspo_jax.settings.run import RunConfig
 from gspo_jax.settings.training import ScheduleConfig
 
 SOLVED = 0.9  # Intended probability of at least one right response in a group.
-SHARES = (0.5, 0.9, 1.0)  # For each bucket, the share of iterations with no longer prompt.
+SHARES = (0.5, 0.9, 1.0)  # For each bucket, the share of iterations whose prompts all fit into it.
 MULTIPLE = 16  # Buckets are rounded up to a multiple of this number of tokens.
 # Minimum ratio of a bucket to the next smaller bucket. The padding saved by a closer bucket is not
 # worth the compilation of a program.

@@ -1,8 +1,8 @@
 """Search for the ends of a response's steps.
 
-A step is for example a thought or a tool call. It ends with a delimiter, such as `</think>`. A
-delimiter may be one token or several, and a token may contain more than a delimiter. So the
-response's bytes are searched, not its tokens.
+A step, such as a thought or a tool call, ends with a delimiter, such as `</think>`. A delimiter may
+be one token or several, and a token may contain more than a delimiter. So the response's bytes are
+searched, not its tokens.
 """
 
 import dataclasses

@@ -58,7 +58,7 @@ class Engine(Protocol):
     ...
 
   def stop(self) -> list[Response]:
-    """Ends the workload, frees its memory and returns the responses not yet returned.
+    """Ends the workload, frees its memory and returns the remaining responses.
 
     Unfinished responses have their tokens so far.
     """

@@ -26,7 +26,7 @@ def segment_ids(
     turn_BT: turn of each sampled token; None if every response is a single turn.
     size: maximum number of tokens in a segment; None for no maximum.
     ends_BT: bool, True at the last token of each line (`breaks` > 0) or step
-      (`delimiters.step_ends`). None if segments are not lines or steps.
+      (`delimiters.step_ends`). None if segments are neither lines nor steps.
   """
   ids_BT = np.zeros(mask_BT.shape, np.int32)
   row_X, time_X = np.nonzero(mask_BT > 0)

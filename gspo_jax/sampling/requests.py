@@ -227,7 +227,7 @@ class Usage:
   prefill_seconds: float = 0.0
   decode_seconds: float = 0.0
   put_aside: int = 0  # Responses displaced because no page was free, and restarted (refill.py).
-  # Bytes of the cache on all devices. If workloads differ, this is their maximum, not their sum.
+  # Size of the cache on all devices. Over several workloads, this is a maximum instead of a sum.
   cache_bytes: int = 0
   # Newest metrics of servers, by name; {} for a local engine, and on hosts other than the first.
   servers: dict[str, float] = dataclasses.field(default_factory=dict)

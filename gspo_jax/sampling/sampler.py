@@ -107,8 +107,8 @@ def sample(
   The random numbers of row b depend only on keys_B[b] and position_B[b]. The method is the
   Gumbel-max trick: the argmax of log-probabilities plus Gumbel noise is a sample. First a block of
   the vocabulary is sampled, and then a token of this block. These two steps take about 2 √V random
-  numbers. A single step would take V. Each random number is made from 64 bits. With JAX's default
-  of 23 bits, Gumbel noise would not exceed 15.94, and the rarest tokens would never be sampled.
+  numbers. A single step would take V. Each random number is made from 64 bits. JAX's default of 23
+  bits would bound Gumbel noise by 15.94, and the rarest tokens would never be sampled.
 
   Args:
     logits_BV: logits of the model.

@@ -197,7 +197,7 @@ def test_calls_that_cannot_be_charged_are_a_failure_of_their_conversation():
   assert not reports.failure
   _, worth = costs.charge([reports, plain], priced(call_cost=0.1))
   assert re.search(
-    r"environment\.call_cost.*Reports.*tool_calls=7, but its turns count as 1 calls:",
+    r"environment\.call_cost.*Reports.*tool_calls=7, but the driver counted 1:",
     reports.failure,
   )
   assert not plain.failure and worth == pytest.approx(-0.1)

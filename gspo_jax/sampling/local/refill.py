@@ -125,8 +125,7 @@ def _allocate_pages(state):
     place = (slot, s.position_B[slot] // S)
     table_Bn = owners.table_Bn.at[place].set(jnp.where(any_free, page, owners.table_Bn[place]))
     # If no page is free, the newest prefix in the queue is displaced. If the queue is empty too,
-    # the response with the fewest sampled tokens is displaced, and the newest of several such
-    # responses.
+    # the response with the fewest sampled tokens is displaced. If there are several, the newest is.
     waits = (owners.waiting_R > 0).any()
     entry = jnp.argmax(jnp.where(owners.waiting_R > 0, state.queue.id_B, -1))
     least = jnp.where(owners.remaining_B > 0, sampled_B, jnp.iinfo(jnp.int32).max).min()

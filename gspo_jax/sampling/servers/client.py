@@ -37,7 +37,7 @@ OTHER_CONNECTIONS = 16  # Connections per server for requests other than calls.
 SPARE_DESCRIPTORS = 1024  # File descriptors for the rest of the process.
 TOKEN = "GSPO_ENGINE_TOKEN"  # Environment variable with the servers' bearer token.
 GENERATE = "/inference/v1/generate"  # Path of calls.
-PREFIX = "generate-tokens-"  # vLLM's id of a request is this text and the id of the call.
+PREFIX = "generate-tokens-"  # vLLM's request id is this text, followed by the id of the call.
 
 T = TypeVar("T")
 
@@ -101,7 +101,7 @@ class ServerPool:
     self._hints = {401: refused, 403: refused, 404: missing}
     self._http = httpx2.AsyncClient(
       headers=dict(Authorization=f"Bearer {token}") if token else {},
-      timeout=httpx2.Timeout(None, connect=CONNECT_S),  # `request` has a limit of total time.
+      timeout=httpx2.Timeout(None, connect=CONNECT_S),  # `request` limits the total time.
       limits=httpx2.Limits(
         max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=IDLE_S
       ),

@@ -182,7 +182,7 @@ class ServerEngine:
     return hosts.broadcast(self._pool is not None and bool(self._pool.usable))
 
   def _disagreement(self, mean: float, largest: float) -> str:
-    """Returns the reason to exclude a server with these log-prob differences; "" for no reason."""
+    """Returns the reason to exclude a server with these differences of log-probs, or ""."""
     if mean <= self._tolerance:  # False for NaN.
       self._probe_mean = max(self._probe_mean, mean)
       return ""
@@ -230,7 +230,7 @@ class ServerEngine:
   def step(self) -> list[Response]:
     """Waits at most half a second, and returns the responses finished meanwhile.
 
-    If no server is usable, and the caller is the loading thread, it publishes the weights again.
+    If no server is usable, the loading thread also publishes the weights again.
 
     Raises:
       Preempted: the run was asked to stop (system/preemption.py).
