@@ -15,7 +15,7 @@ a copy of the prompt before each response.
 
 "Device" means all devices that hold the same sequences (tensor parallelism).
 
-  R  rows of a micro-batch on all devices; in functions of the host, maximum rows of one device
+  R  rows of a micro-batch on all devices; in host functions, maximum number of rows on one device
   T  length of a row
 """
 

@@ -92,7 +92,7 @@ def make_rl_step(
     optimizer=tx.hyperparameters,
     load_balance_coef=learner.load_balance_coef,
   )
-  # The coefficient is now a hyperparameter, so learners that differ in it alone share a program.
+  # Learners that differ in this coefficient alone share a program, since it is a hyperparameter.
   learner, config, apply_to_critic = dataclasses.replace(learner, load_balance_coef=0.0), None, None
   if critic is not None:
     hyperparameters |= dict(critic=critic.hyperparameters)

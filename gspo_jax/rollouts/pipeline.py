@@ -9,8 +9,9 @@ same seed gives the same results.
 
 There are three arrangements:
 
-- One mesh: the main thread collects batch i + L before the updates of iteration i. Two threads
-  might deadlock, if they started collectives on the same devices in different orders.
+- One mesh, and servers except in the third arrangement: the main thread collects batch i + L before
+  the updates of iteration i. On one mesh, two threads might deadlock, if they started collectives
+  on the same devices in different orders.
 - Two meshes: a worker thread collects batch i + L on `rollout_mesh`, during the updates of
   iterations i, i + 1, and so on.
 - Servers, with a lag and one process: a worker thread sends requests to servers. The servers load

@@ -192,7 +192,7 @@ def _call(function: Callable, limit_s: float) -> tuple[Any, str]:
 def _warn_of_waiting(reason: str) -> None:
   """Writes a warning to stderr, once for each reason."""
   sys.stderr.write(
-    f"warning: a call of an environment {reason} ({LIMIT_KEY}): its conversation has no verdict "
+    f"warning: a call of an environment {reason} ({LIMIT_KEY}). The conversation has no verdict, "
     "and counts in the metric verifier/crash\n"
   )
 

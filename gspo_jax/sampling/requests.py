@@ -104,7 +104,7 @@ def sizes(workload: Workload, config: EngineConfig, shards: int) -> Sizes:
       raise ValueError(
         f"engine.cache_tokens={config.cache_tokens} is {pages} pages of {S} positions for each of "
         f"{shards} shards, and one response of {window} positions takes up to {least} pages: set "
-        f"it to {least * S * shards} or more, or to 0"
+        f"the key to {least * S * shards} or more, or to 0"
       )
   return Sizes(
     shards=shards,
