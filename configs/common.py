@@ -20,14 +20,15 @@ from gspo_jax.settings.training import OptimizerConfig
 
 ConfigDict = ml_collections.ConfigDict
 
-# The instruction of Qwen's own evaluations for mathematical problems.
+# The prompt for mathematical problems in Qwen's own evaluations.
 BOXED = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
 def base() -> ConfigDict:
   """Returns the default configuration, with all keys."""
   values = section(RunConfig())
-  values.objective.tuned = ConfigDict()  # {loss: {option: value}}; ObjectiveConfig lacks this key.
+  # A dict from losses to options, for options that a run does not set. It is no declared key.
+  values.objective.tuned = ConfigDict()
   return values
 
 
@@ -55,22 +56,22 @@ def section(config: Any, **changes: Any) -> ConfigDict:
 
 
 def optimizer(learning_rate: float) -> ConfigDict:
-  """Returns a section like `rl_optimizer`."""
+  """Returns an optimizer's section, such as `rl_optimizer`."""
   return section(OptimizerConfig(learning_rate))
 
 
 def benchmark(samples: int, **changes: Any) -> ConfigDict:
-  """Returns a section of eval.benchmarks (docs/evaluation.md)."""
+  """Returns the section of one benchmark in eval.benchmarks (docs/evaluation.md)."""
   return section(BenchmarkConfig(), samples=samples, **changes)
 
 
 def extra_reward(**changes: Any) -> ConfigDict:
-  """Returns a section of constraints.rewards."""
+  """Returns the section of one reward in constraints.rewards."""
   return section(RewardSignal(), **changes)
 
 
 def cost(**changes: Any) -> ConfigDict:
-  """Returns a section of constraints.costs."""
+  """Returns the section of one cost in constraints.costs."""
   return section(CostSignal(), **changes)
 
 
@@ -78,10 +79,11 @@ def paper_benchmarks() -> ConfigDict:
   """Returns the paper's benchmarks other than AIME'24 (arXiv:2507.18071, §5.1)."""
   return ConfigDict(
     dict(
-      # Average Pass@1 over 8 samplings, 202410-202502. Data: livecodebench@FILES where
-      # contest_date>=2024-10-01 and contest_date<2025-03-01
+      # The paper averages Pass@1 over 8 samplings, on the problems of 202410-202502. These are
+      # livecodebench@FILES where contest_date>=2024-10-01 and contest_date<2025-03-01.
       livecodebench=benchmark(samples=8, reward="code"),
-      # Elo rating; the paper gives no number of samples. Data: codeforces@FILES where rating>0
+      # The paper reports the Elo rating, and no number of samples. The problems with a rating are
+      # codeforces@FILES where rating>0.
       codeforces=benchmark(samples=8, reward="code", rating=True),
     )
   )
@@ -102,7 +104,7 @@ def size(name: str) -> ModelConfig:
     ValueError: the name is none of these.
   """
   if "/" in name or Path(name).is_dir():
-    from gspo_jax.models import hf  # Imported here: published sizes do not need safetensors.
+    from gspo_jax.models import hf  # This import needs safetensors, and published sizes do not.
 
     return hf.load_config(name)
   if name not in sizes.PUBLISHED:
@@ -113,9 +115,9 @@ def size(name: str) -> ModelConfig:
 
 
 def variant(arg: str | None, *allowed: str) -> str | None:
-  """Returns the part of --config=file.py:arg after the colon; None if it is empty.
+  """Returns `arg` of --config=file.py:arg; None if it is empty.
 
-  Raises ValueError if this part is not one of `allowed`.
+  Raises ValueError if `arg` is neither empty nor one of `allowed`.
   """
   if arg and arg not in allowed:
     raise ValueError(f"config variant {arg!r} is not one of: {', '.join(allowed) or '(none)'}")

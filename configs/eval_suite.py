@@ -1,4 +1,4 @@
-r"""Evaluation of a model on the paper's benchmarks and a few more, without training.
+r"""Evaluation of a model on the paper's benchmarks, GSM8K, MATH and HumanEval, without training.
 
 Command:   python -m gspo_jax.main --config=configs/eval_suite.py --workdir=DIR \
              --config.weights=MODEL \
@@ -7,9 +7,10 @@ Command:   python -m gspo_jax.main --config=configs/eval_suite.py --workdir=DIR 
 Hardware:  a TPU host of 4 or 8 chips for Qwen3-30B-A3B
 Expected:  not run by us at this size
 
-Benchmarks without data are skipped. The same command resumes an interrupted evaluation. Results are
-in DIR/metrics.jsonl, those of each problem in DIR/evaluations/, and responses in DIR/rollouts/. A
-training configuration with these benchmarks evaluates them every `eval.every` iterations.
+Benchmarks whose data are not set are skipped. The same command resumes an interrupted evaluation.
+DIR/metrics.jsonl has the results, DIR/evaluations/ has the results of each problem, and
+DIR/rollouts/ has the responses. A training configuration with these benchmarks evaluates them every
+`eval.every` iterations.
 
 configs/eval_suite.py:tiny is a test of the set-up, with a small random model and the byte
 tokenizer.
@@ -23,7 +24,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
   config.update(
     job="eval",
     distributed=False,  # A single host.
-    data=dict(eval="", prompt_template=common.BOXED),  # Only the benchmarks below are evaluated.
+    data=dict(eval="", prompt_template=common.BOXED),  # "": evaluates the benchmarks below alone.
   )
   config.eval.benchmarks = dict(
     aime24=common.benchmark(samples=32),  # §5.1: average Pass@1 over 32 samplings.
@@ -34,7 +35,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
   )
   if common.variant(arg, "tiny"):
     config.update(
-      data=dict(max_prompt_tokens=1920),  # Bytes.
+      data=dict(max_prompt_tokens=1920),  # A token is a byte.
       reward=dict(workers=2),
       eval=dict(batch=10),
     )

@@ -5,11 +5,14 @@ Command:   python -m gspo_jax.main --config=configs/granite_moe.py --workdir=DIR
              --config.data.train=gsm8k@TRAIN.jsonl --config.data.eval=gsm8k@TEST.jsonl
            For GRPO instead of GSPO: --config=configs/granite_moe.py:grpo
 Hardware:  v6e (32 GiB), or two CPU cores and 24 GiB for a few iterations
-Expected:  not run by us at this size. Memory of a device by `aot`, in an update and in decoding:
-           v6e 28.4 and 23.3 of 32 GiB, H100 26.2 and 19.6 of 73 GiB
+Expected:  not run by us at this size
 
-Each layer has 32 experts, and a token uses 8 of them. An update may change this choice, which is
-the paper's reason for GSPO in mixtures of experts. Runs with either loss count these changes.
+`aot` reports the memory of a device. On a v6e an update takes 28.4 of 32 GiB, and decoding 23.3. On
+an H100 an update takes 26.2 of 73 GiB, and decoding 19.6.
+
+Each layer has 32 experts, and a token uses 8 of them. An update may change the choice of experts.
+This is the paper's reason for GSPO in mixtures of experts. Runs of GSPO and of GRPO measure how
+often it happens.
 
 configs/granite_moe.py:tiny is a test of the set-up, with a small random model and the byte
 tokenizer. It needs only the two data files, and its reward stays near 0.
@@ -41,7 +44,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     data=dict(max_prompt_tokens=384),
     engine=dict(slots=64, cache_tokens=40_960),
     rl=dict(prompts=16, group_size=8, microbatches=8),
-    objective=dict(volatility=True),  # Records how many experts an update changes.
+    objective=dict(volatility=True),  # Measures how often an update changes the choice of experts.
   )
   if name == "grpo":
     config.update(objective=dict(name="grpo", clip_low=0.2, clip_high=0.27))

@@ -3,12 +3,13 @@ r"""GSPO on Qwen3-0.6B to 8B and GSM8K, on one chip.
 Command:   python -m gspo_jax.main --config=configs/gsm8k.py:0.6B-v5e --workdir=DIR \
              --config.weights=MODEL \
              --config.data.train=gsm8k@TRAIN.jsonl --config.data.eval=gsm8k@TEST.jsonl
-Hardware:  v5e (16 GiB), v6e (32 GiB), h100 (80 GB) or t4 (16 GB), named after the colon
-Expected:  not run by us at this size; docs/one_chip.md has the memory by the compiler, except for
-           Qwen3.5, which has not been compiled
+Hardware:  v5e (16 GiB), v6e (32 GiB), h100 (80 GB) or t4 (16 GB)
+Expected:  not run by us at this size
 
-`VARIANTS` lists the names after the colon: the size of Qwen3 or a model of Qwen3.5, and the chip.
-If optimizer moments of all parameters do not fit, adapters are trained instead (lora.rank).
+In configs/gsm8k.py:NAME, NAME is a size of Qwen3 or a model of Qwen3.5, followed by the chip.
+`VARIANTS` lists all names. If a chip cannot hold the optimizer's moments of all parameters, its
+variant trains adapters instead (lora.rank). docs/one_chip.md has the memory that the compiler
+reports. Variants of Qwen3.5 have not been compiled.
 
 configs/gsm8k.py:tiny is a test of the set-up, with a small random model, adapters and the byte
 tokenizer. It needs only the two data files, and its reward stays near 0.
@@ -16,11 +17,13 @@ tokenizer. It needs only the two data files, and its reward stays near 0.
 
 from gspo_jax.configs import common, dense_math
 
-# Each variant has the rows of a micro-batch, compute.remat, engine.slots (the responses decoded at
-# once), engine.cache_tokens (the positions of all caches; 0 means enough for whole windows) and
-# lora.rank. A position takes 112 KiB in 0.6B and 1.7B, 144 KiB in 4B and 8B, 12 KiB in Qwen3.5-0.8B
-# and -2B, and 32 KiB in Qwen3.5-4B. The states of a slot take 19 MiB in Qwen3.5-0.8B and -2B, and
-# 50 MiB in Qwen3.5-4B.
+# Each variant has five values: the rows of a micro-batch, compute.remat, engine.slots,
+# engine.cache_tokens and lora.rank. Each slot decodes one response. The slots share a cache of
+# cache_tokens positions; 0 means a whole window for each slot.
+#
+# A position takes 112 KiB in 0.6B and 1.7B, 144 KiB in 4B and 8B, 12 KiB in Qwen3.5-0.8B and -2B,
+# and 32 KiB in Qwen3.5-4B. The states of linear attention take 19 MiB per slot in Qwen3.5-0.8B and
+# -2B, and 50 MiB in Qwen3.5-4B.
 VARIANTS = {
   "0.6B-v5e": (8, "full", 64, 40_960, 0),
   "0.6B-v6e": (4, "dots", 128, 81_920, 0),
@@ -51,13 +54,13 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     config = dense_math.get_config(size if size.startswith("Qwen") else f"Qwen3-{size}-Base")
     config.update(
       compute=dict(remat=remat, logits_chunk=128),
-      data=dict(max_prompt_tokens=384),  # Tokens. The longest question has 991 bytes.
+      data=dict(max_prompt_tokens=384),  # The longest question has 991 bytes.
       engine=dict(slots=slots, cache_tokens=positions),
       rl=dict(prompts=32, microbatches=64 // rows),  # An update has 64 responses.
     )
   if name == "0.6B-t4":
     config.update(compute=dict(attention="blockwise"))  # cuDNN's attention needs Ampere or newer.
   if rank:
-    # Ten times the learning rate for training all parameters (docs/one_chip.md).
+    # Adapters train with ten times the learning rate of all parameters (docs/one_chip.md).
     config.update(lora=dict(rank=rank), rl_optimizer=dict(learning_rate=1e-5))
   return config

@@ -7,13 +7,13 @@ Hardware:  a TPU v5p slice of 64 chips (4x4x4)
 Expected:  not run by us at this size
 
 The model, the clip ranges, the four mini-batches and the evaluation are the paper's. The paper
-gives no learning rate, batch size, group size or response length; these values are our choices.
+gives no learning rate, batch size, group size or response length, so we chose these values.
 
-configs/moe_aime.py:qwen3_5 is the same job with Qwen3.5-35B-A3B, a hybrid of linear and full
-attention.
+configs/moe_aime.py:qwen3_5 trains Qwen3.5-35B-A3B instead, which has layers of linear attention and
+layers of full attention.
 
-configs/moe_aime.py:tiny has the same code paths with a small random model, the byte tokenizer, and
-sums instead of AIME. It takes a minute on two CPU cores.
+configs/moe_aime.py:tiny runs the same code with a small random model, the byte tokenizer, and sums
+instead of AIME. The run takes a minute on two CPU cores.
 """
 
 from gspo_jax.configs import common
@@ -22,14 +22,15 @@ from gspo_jax.configs import common
 def get_config(arg: str | None = None) -> common.ConfigDict:
   config = common.base()
   config.update(
-    # By the compiler's schedule, xla="sparsecore" hides most of the communication
-    # (docs/sharding.md). prefetch=True would take 13.5 GiB more. Then remat="both" would not fit
-    # with 32,768 tokens per chip, and remat="both" saves more time than prefetch=True.
+    # According to the compiler, xla="sparsecore" overlaps most of the communication with compute
+    # (docs/sharding.md). At full size, remat="auto" chooses "both". With prefetch=True, which takes
+    # 13.5 GiB more, it would choose "attention". This costs more time than prefetch=True saves.
     compute=dict(dtype="bfloat16", expert_chunk=8192, remat="auto", xla="sparsecore"),
     reward=dict(name="math", time_limit_s=5.0),
-    # Old log-probs are the sampler's (§5.4), so the cache is in bfloat16. With cache_dtype="int8"
-    # and weights_dtype="int8", sampling would take an estimated 193 s per iteration, but old
-    # log-probs would need objective.old_logp="recompute" (docs/sampling.md).
+    # Old log-probs are the sampler's (§5.4), so its cache has the trainer's dtype. In int8 (with
+    # cache_dtype="int8" and weights_dtype="int8"), sampling would take 193 s per iteration instead
+    # of 321 s, by the estimate of `aot`. But the trainer would then have to recompute old log-probs
+    # (objective.old_logp="recompute", docs/sampling.md).
     engine=dict(steps=32, prefill_tokens=8192, cache_dtype="bfloat16"),
     sft=dict(load_balance_coef=1e-3),
     # §5.1: average Pass@1 over 32 samplings.
@@ -50,13 +51,13 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
   else:
     config.update(
       distributed=True,
-      weights="",  # Required: a model fine-tuned from Qwen3-30B-A3B-Base, the cold start (§5.1).
+      weights="",  # Required: Qwen3-30B-A3B-Base after its cold start (§5.1).
       model=common.model(common.size("Qwen3.5-35B-A3B" if arg else "Qwen3-30B-A3B-Base")),
-      compute=dict(logits_chunk=2048),  # Each position has 151,936 logits, or 248,320.
-      engine=dict(slots=1024),  # Recommended by `aot --search`, for 8,192 tokens per response.
-      # The torus of 64 chips has three sides of 4: two for fsdp, one for expert. The sampler's
-      # experts are split over 16 chips instead of all 64, so tokens travel less far. By `aot`,
-      # sampling takes 321 s per iteration, and 362 s with all 64.
+      compute=dict(logits_chunk=2048),  # Qwen3 has 151,936 logits per token, Qwen3.5 has 248,320.
+      engine=dict(slots=1024),  # `aot --search` recommends this, for a mean of 8,192 tokens.
+      # The torus of 64 chips has three sides of 4. Two sides form the axis fsdp, one the axis
+      # expert. The sampler's experts are split over fsdp alone, 16 chips, so tokens travel less far
+      # than over all 64 chips. `aot` estimates 321 s of sampling per iteration instead of 362 s.
       mesh=dict(fsdp=16, expert=4, rollout_experts="fsdp"),
       data=dict(
         train="",  # Required: problems with verifiable answers.
@@ -66,8 +67,8 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         max_prompt_tokens=2048,
       ),
       reward=dict(workers=16),
-      sampling=dict(max_new_tokens=30_720),  # 32,768 with the prompt: the model's window.
-      # 1,024 responses per update (arXiv:2512.01374), in micro-batches of 64 rows.
+      sampling=dict(max_new_tokens=30_720),  # With the prompt, Qwen3's window of 32,768 tokens.
+      # An update has 1,024 responses, as in arXiv:2512.01374, and a micro-batch has 64 rows.
       rl=dict(iterations=1000, prompts=256, group_size=16, microbatches=16, packed=True),
       checkpoint=dict(every=10),
     )

@@ -19,21 +19,21 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     config.update(model=common.model(sizes.tiny_hybrid(vocab_size=264)))
   if variant == "gemma":
     config.update(model=common.model(sizes.tiny_gemma(vocab_size=264)))
-    config.model.local_rope_theta = 10.0  # as rope_theta below
+    config.model.local_rope_theta = 10.0  # Equal to rope_theta below.
   config.update(
     job="sft+rl",
     model=dict(
-      # With the usual base, a million, most frequencies hardly turn within the 18 tokens of a sum,
-      # and attention heads find the digits to add late, or never.
+      # With the usual base of a million, most frequencies hardly turn within the 18 tokens of a
+      # sum. Attention heads then learn late, or never, at which digits to look.
       rope_theta=10.0,
-      num_heads=8,  # With more heads, the initial attention of one is nearer to the right digits.
+      num_heads=8,  # Among more heads, one is likelier to look at the right digits from the start.
       num_kv_heads=4,
     ),
     mesh=dict(data=-1, fsdp=1),  # Splitting such a small model gains nothing.
-    engine=dict(steps=5),  # Half a response.
+    engine=dict(steps=5),  # A response has ten tokens.
     objective=dict(
-      # A hundred times the paper's ranges: a response's ratio varies more with ten tokens than with
-      # thousands.
+      # These ranges are a hundred times the paper's. A response's ratio averages over ten tokens
+      # instead of thousands, so it varies more.
       tuned={
         name: dict(clip_low=0.03, clip_high=0.04) for name in ("gspo", "gspo_token", "segment")
       },
@@ -42,7 +42,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     ),
     sft=dict(
       steps=800,
-      target_loss=0.14,  # Forgotten carries are random: no model has less than 0.125.
+      target_loss=0.14,  # Forgotten carries are random, so no model has a loss below 0.125.
       batch=128,
       load_balance_coef=0.01,
     ),

@@ -2,7 +2,7 @@
 
 Most experiments (experiments/) start from this configuration. A sequence's ratio averages over its
 tokens, and responses of configs/tiny.py have only ten tokens. Responses of this configuration have
-48, 96 or 192 tokens (docs/data.md), those of configs/tiny_long.py:long 192, 384 or 768.
+48, 96 or 192 tokens (docs/data.md). Responses of configs/tiny_long.py:long have 192, 384 or 768.
 
 Command:   python -m gspo_jax.main --config=configs/tiny_long.py --workdir=/tmp/long
 Hardware:  any machine with two CPU cores; a cold start and 40 iterations in about three minutes
@@ -21,28 +21,30 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     model=dict(
       hidden_size=96,
       num_layers=2,
-      num_heads=8,  # With more heads, the initial attention of one is nearer to the right lines.
+      num_heads=8,  # Among more heads, one is likelier to look at the right lines from the start.
       num_kv_heads=4,
       moe_intermediate_size=128,
-      # The operands of a line are 5 to 12 tokens before it. With base 10, all frequencies
-      # distinguish these positions. With base 30, the same seed needed twice as many updates.
+      # The digits that a token depends on are 5 to 12 tokens before it. With base 10, all
+      # frequencies distinguish these distances. With base 30, a run with the same seed needed twice
+      # as many updates.
       rope_theta=10.0,
     ),
     mesh=dict(data=-1, fsdp=1),  # Splitting such a small model gains nothing.
     data=dict(
       train="recurrence:train",
       eval="recurrence:heldout",
-      max_prompt_tokens=12,  # Two lines.
+      max_prompt_tokens=12,  # A prompt has two lines of six tokens.
       lines=lines,
-      carry_errors=0.1,  # Right demonstrations of 8, 16 and 32 lines: 69, 51 and 30 %.
+      # Of the demonstrations with 8, 16 and 32 lines, 69, 51 and 30 % are right.
+      carry_errors=0.1,
     ),
     reward=dict(name="recurrence"),
     sampling=dict(max_new_tokens=6 * max(lines)),
-    engine=dict(steps=48),  # The shortest response.
+    engine=dict(steps=48),  # Length of the shortest response.
     objective=dict(volatility=True),
     sft=dict(
       steps=1600,
-      target_loss=0.04,  # Forgotten carries are random: no model has less than 0.024.
+      target_loss=0.04,  # Forgotten carries are random, so no model has a loss below 0.024.
       check_every=20,
       batch=16,
       log_every=50,

@@ -1,8 +1,8 @@
-"""The model of configs/tiny.py learns from recorded responses, without sampling: SPO.
+"""SPO: the model of configs/tiny.py learns from recorded responses, and samples none.
 
-A run of configs/tiny.py has recorded the responses; other files in this format are possible too
-(docs/data.md). The weights after that run's cold start are the initial weights and the reference
-policy.
+The first command below records the responses. Other files of this format are possible too
+(docs/data.md). The weights after the first command's cold start are the initial weights and the
+reference policy.
 
 Command:   python -m gspo_jax.main --config=configs/tiny.py --workdir=/tmp/tiny
            python -m gspo_jax.main --config=configs/tiny_offline.py --workdir=/tmp/offline
@@ -23,16 +23,17 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     weights="",
     offline=dict(fresh=0.0),
     objective=dict(
-      # Or "rft", to imitate the best response of each group, or with advantage="reward" all right
-      # responses.
+      # The loss "rft" is possible too. It imitates the best response of each group; with
+      # advantage="reward", it imitates all right responses.
       name="spo",
-      # Soft value of the reference policy, which is right on 40 % of the problems:
-      # 0.3 log(1 + 0.4 (e^(1/0.3) - 1)). An estimate from the recorded groups would be too high,
-      # since a better policy sampled them.
+      # The reference policy is right on 40 % of the problems. So its soft value is
+      # 0.3 log(1 + 0.4 (e^(1/0.3) - 1)) = 0.74. An estimate from the recorded groups would be too
+      # high, since policies better than the reference sampled most of them.
       tuned=dict(spo=dict(beta=0.3, soft_value=0.74)),
       volatility=False,  # The recorded responses do not include the chosen experts.
     ),
-    # An iteration has 64 groups. The logs of tiny.py have 5 x 64, so each group is used four times.
+    # An iteration takes 64 groups. A run of tiny.py records 5 x 64. So 20 iterations use each group
+    # four times.
     rl=dict(iterations=20),
   )
   return config

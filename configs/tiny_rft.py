@@ -14,7 +14,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
   config.update(
     objective=dict(
       name="rft",
-      advantage="best",  # Or "reward", to imitate all right responses.
+      advantage="best",  # With "reward", the model imitates all right responses.
     ),
   )
   return config

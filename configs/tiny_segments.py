@@ -1,14 +1,17 @@
 """An importance ratio for each segment of a response (GSsPO): for turns, steps or lines.
 
-By default, segments are the turns of conversations of configs/tiny_tools.py.
-Segments of configs/tiny_segments.py:steps are operands; those of configs/tiny_segments.py:long are
-lines of configs/tiny_long.py. The clip range of a segment of n tokens is proportional to 1/sqrt(n).
+configs/tiny_segments.py        a segment is a turn of a conversation of configs/tiny_tools.py
+configs/tiny_segments.py:steps  a segment of such a turn ends after *, + or ]
+configs/tiny_segments.py:long   a segment is a line of a response of configs/tiny_long.py
+
+The clip range of a segment of n tokens is proportional to 1/sqrt(n).
 
 Command:   python -m gspo_jax.main --config=configs/tiny_segments.py --workdir=/tmp/segments
 Hardware:  any machine with two CPU cores; a cold start of two minutes and one of RL
-Expected:  eval/accuracy 0.18 to 0.21 -> 0.81 to 0.88 with turns and with steps, 0.28 to 0.29 ->
-           0.37 to 0.53 with lines, seeds 17 to 19; ratios of whole responses are as good as those
-           of turns and steps, and better than those of lines (benchmarks/results/objectives.md)
+Expected:  eval/accuracy 0.18 to 0.21 -> 0.81 to 0.88 with turns and with steps, and 0.28 to 0.29
+           -> 0.37 to 0.53 with lines (seeds 17 to 19). A ratio for the whole response reaches the
+           accuracy of turns and steps, and exceeds that of lines
+           (benchmarks/results/objectives.md).
 Paper:     arXiv:2602.01202
 """
 
@@ -22,16 +25,14 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
   config.update(objective=dict(name="segment", clip_exponent=0.5))
   if variant == "long":
     config.update(
-      objective=dict(
-        segment_unit="line", clip_length=96.0
-      ),  # Or segments of segment_tokens tokens.
+      objective=dict(segment_unit="line", clip_length=96.0),
       rl=dict(iterations=12),
       rl_optimizer=dict(learning_rate=2e-4),
       eval=dict(every=12),
     )
     return config
   config.update(
-    objective=dict(clip_length=22.0),  # Two calls and the answer.
+    objective=dict(clip_length=22.0),  # Length of two calls and the answer.
     rl=dict(iterations=6),
     eval=dict(every=6, problems=128, greedy=False),
     alarms=dict(ratio=0.0),

@@ -1,7 +1,7 @@
 """A small Qwen3-MoE learns to use a calculator over several turns: cold start, then GSPO-token.
 
-A problem is `37*58+46=`, too hard for the model without the calculator. Demonstrations of the cold
-start use the calculator for two in five operations only. docs/multi_turn.md shows a conversation.
+A problem is `37*58+46=`, too hard for the model if it does not use the calculator. Only two in
+five demonstrations of the cold start use it. docs/multi_turn.md shows a conversation.
 
 Command:   python -m gspo_jax.main --config=configs/tiny_tools.py --workdir=/tmp/tools
 Hardware:  any machine with two CPU cores; about 6 minutes
@@ -15,7 +15,7 @@ from gspo_jax.configs import common, tiny
 def get_config(arg: str | None = None) -> common.ConfigDict:
   config = tiny.get_config(arg)
   config.update(
-    model=dict(num_layers=2),  # Enough for copying.
+    model=dict(num_layers=2),  # The model mostly copies numbers.
     data=dict(
       train="calculator:train",
       eval="calculator:heldout",
@@ -26,14 +26,16 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       name="calculator",
       max_turns=4,  # Two operations, the answer, and a spare turn.
     ),
-    sampling=dict(max_new_tokens=36),  # Three turns take 33, with the calculator's answers.
+    sampling=dict(max_new_tokens=36),  # Three turns and two answers of the calculator take 33.
     engine=dict(steps=4),
     objective=dict(
-      name="gspo_token",  # Or "segment", a ratio per turn, or "gspo", one advantage for all turns.
+      # Each turn has its own advantage. With "segment", each turn also has its own ratio. With
+      # "gspo", all turns of a conversation share one advantage.
+      name="gspo_token",
     ),
     sft=dict(
       steps=400,
-      target_loss=0.0,  # Off: the model never learns the results computed without the calculator.
+      target_loss=0.0,  # Off, since the model never learns to calculate without the calculator.
       max_tokens=42,  # The prompt takes 9, and a demonstration's three turns 33.
     ),
     rl=dict(iterations=40),
