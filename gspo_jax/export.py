@@ -2,10 +2,10 @@
 
   python -m gspo_jax.export RUN DIR [--dtype=bfloat16] [--tokenizer=DIR] [--adapters]
 
-RUN is a checkpoint, or a workdir, which means its newest checkpoint. The key `weights` takes the
-same values. transformers, vLLM and `--config.weights=DIR` can read DIR. Adapters are merged into
-the weights. With --adapters, only the adapters are written, in PEFT's format. The command runs on
-the CPU, and needs memory for one copy of the weights.
+RUN is a checkpoint or a workdir. If RUN is a workdir, its newest checkpoint is exported.
+transformers, vLLM and `--config.weights=DIR` can read DIR. Adapters are merged into the weights.
+With --adapters, only the adapters are written, in PEFT's format. The command runs on the CPU, and
+needs memory for one copy of the weights.
 """
 
 import json
@@ -61,7 +61,7 @@ def export(
   """
   checkpoint = weight_source.find(run, "RUN")
   if checkpoint is None:
-    raise ValueError(f"RUN={run} is not the workdir of a run, nor one of its checkpoints")
+    raise ValueError(f"RUN={run} is neither the workdir nor a checkpoint of a run")
   model = checkpoint.model_config()
   if adapters and not checkpoint.adapters.rank:
     raise ValueError(f"RUN={run}: {checkpoint.path} has no adapters: leave out --adapters")
@@ -83,7 +83,7 @@ def export(
       params = checkpoint.load_with_adapters(model, mesh)
       peft.save(directory, params, model, checkpoint.adapters, _base(checkpoint, base))
     else:
-      # Float32 can hold values above 65504, the largest float16, and `save` reports such values.
+      # float16 has no values above 65504. Float32 has them, so that `save` can report them.
       loaded = checkpoint.load(model, mesh, "float32" if dtype == "float16" else dtype)
       hf.save(directory, loaded, model, dtype=dtype, more=ids, like=_published(checkpoint))
   generation = directory / "generation_config.json"
@@ -124,13 +124,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("run", metavar="RUN", help="a workdir, or one of its checkpoints")
   parser.add_argument("directory", metavar="DIR", type=Path, help="new directory for the model")
   parser.add_argument(
-    "--tokenizer", default="", help="directory or repository of the tokenizer; default: the run's"
+    "--tokenizer", default="", help="directory or repository of the tokenizer (default: as in RUN)"
   )
   parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
   parser.add_argument(
-    "--adapters", action="store_true", help="write only the adapters, in PEFT's format"
+    "--adapters", action="store_true", help="write the adapters alone, in PEFT's format"
   )
-  parser.add_argument("--base", default="", help="base of the adapters; default: the run's start")
+  parser.add_argument(
+    "--base", default="", help="base model of the adapters (default: RUN's initial weights)"
+  )
   options = parser.parse_args(arguments)
   jax.config.update("jax_platforms", "cpu")
   try:
@@ -141,8 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
   if origin:
     sys.stderr.write(
       f"{options.directory / peft.CONFIG} names no base model: the adapters belong to the "
-      f"checkpoint {origin}. Export it by `python -m gspo_jax.export {origin} BASE`, and repeat "
-      "this command with --base=BASE\n"
+      f"checkpoint {origin}. Export that checkpoint by `python -m gspo_jax.export {origin} BASE`, "
+      "and repeat this command with --base=BASE\n"
     )
   config = checkpoint.config
   if types := sampler_types(config.get("engine", {}), config.get("compute", {}).get("dtype", "")):

@@ -1,7 +1,7 @@
 """Command line: python -m gspo_jax.main --config=configs/tiny.py --workdir=DIR [--config.key=value]
 
---help lists all flags. The same command with the same workdir continues an interrupted run. Flags
-and ConfigDict are used by modules of command lines alone: this one, `cli` and `aot`.
+--help lists all flags. The same command with the same workdir continues an interrupted run. Apart
+from the configuration files, only this module, `cli` and `aot` use flags and ConfigDict.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> None:
   collect_garbage_rarely()
   config, workdir = read_config(_model_of_weights), _workdir()
   try:
-    inputs = read_inputs(config, workdir)  # Nothing is written before.
+    inputs = read_inputs(config, workdir)  # Writes no files.
     with open_run(inputs) as run, stop_together(config.checkpoint.grace_s):
       for line in provenance.difference(read_config_file(filename()), CONFIG.value.to_dict()):
         sys.stderr.write(f"config {line}\n")
@@ -108,8 +108,8 @@ def stop_together(grace_s: float) -> contextlib.AbstractContextManager[None]:
 
 
 def plan() -> None:
-  """Checks the inputs as a run does, and prints a summary of the run. Writes no files."""
-  from gspo_jax.aot import chips, plan  # Only a dry run needs it.
+  """Checks the inputs as a run does, prints a summary of the run, and writes no files."""
+  from gspo_jax.aot import chips, plan  # Only a dry run needs these modules.
 
   config = read_config(_model_of_weights)
   try:
@@ -123,7 +123,7 @@ def plan() -> None:
 
 
 def hide_save_tracebacks() -> None:
-  """Hides tracebacks of a save's threads; the main thread raises their error."""
+  """Hides tracebacks of threads that save; the main thread raises the same error."""
   logging.get_absl_logger().addFilter(lambda r: not (r.exc_info and "orbax" in r.pathname))
   before = sys.unraisablehook
 
@@ -148,8 +148,8 @@ def end_process(message: str) -> NoReturn:
 def collect_garbage_rarely() -> None:
   """Collects cyclic garbage less often.
 
-  Tracing creates millions of lasting objects, and repeated scans of these objects take a tenth of
-  the time of a warm start.
+  Tracing creates millions of lasting objects. Repeated scans of these objects take a tenth of the
+  time of a start whose programs are in the compilation cache.
   """
   gc.freeze()  # Objects of imported modules are never scanned.
   gc.set_threshold(100_000, 20, 20)
@@ -164,7 +164,7 @@ def run_job(run: Run) -> None:
     run.engine.load(params, version=0)
     del params  # The engine has a copy.
     row, records = run.evaluate(run.engine, key, alone=True)
-    run.writer.truncate("eval", -1)  # Rows of training stay.
+    run.writer.truncate("eval", -1)  # Drops earlier rows of this job, and no rows of training.
     run.writer.dump_rollouts("eval", 0, records)
     run.writer.write(dict(phase="eval", step=0) | row)
   if job == "sft" or (job == "sft+rl" and not sft.finished(run)):

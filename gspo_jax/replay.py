@@ -37,7 +37,10 @@ from gspo_jax.system.arguments import Parser
 
 
 def replay(directory: epath.Path) -> bool:
-  """Repeats the updates of a dump and prints non-finite values. Returns whether all are finite."""
+  """Repeats the updates of a dump, and prints non-finite values.
+
+  Returns whether all metrics are finite.
+  """
   about, batches = nonfinite.load(directory)
   try:
     config = from_dict(about["config"])

@@ -39,11 +39,11 @@ from gspo_jax.system.meshes import use_mesh
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-  """Scorers of responses, and signals of `constraints`. Their processes run on the first host."""
+  """Scorers of responses, and signals of `constraints`, with processes on the first host."""
 
-  # Scorers by name of the verifier. On other hosts each value is None.
+  # Scorers by name of the verifier. On all hosts but the first, each value is None.
   scorers: Mapping[str, rewards.Scorer | None]
-  signals: Signals | None = None  # None on other hosts, and if there are no constraints.
+  signals: Signals | None = None  # None on all hosts but the first, or without constraints.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Run:
 
   @property
   def teacher(self) -> teacher.Teacher | None:
-    """The teacher; None without distillation."""
+    """The teacher; None if distillation is off."""
     return self.inputs.teacher
 
   def initial_params(self) -> Any:
@@ -91,7 +91,7 @@ class Run:
     return self.inputs.source.load(self.config.model, self.mesh, "float32", seed)
 
   def collector(self) -> Collector:
-    """Builds the collector. It samples and scores RL's groups of responses."""
+    """Builds the collector, for sampling and scoring of RL's groups of responses."""
     data = self.inputs.data
     return Collector(
       self.config,
@@ -107,7 +107,7 @@ class Run:
     )
 
   def pipeline(self, collector: Collector, stages: Stages, last: int = 0) -> Pipeline:
-    """Builds the pipeline. It orders sampling and updates of RL.
+    """Builds the pipeline, for sampling of RL's batches ahead of the updates.
 
     Args:
       collector: collector of groups.
@@ -132,7 +132,8 @@ class Run:
       name: "sft" or "rl".
       total: number of steps.
       updates: gradient updates per step.
-      keep: number of newest steps whose mini-batches are kept, to be dumped after NaN or infinity.
+      keep: number of newest steps whose mini-batches are kept. After NaN or infinity they are
+        written to a dump.
     """
     c = self.config
     home = epath.Path(c.checkpoint.directory or self.workdir.absolute())
@@ -234,9 +235,9 @@ def open_scoring(
   """Opens scorers and signals on the first host.
 
   Args:
-    sections: section `reward` for each verifier.
+    sections: by name of the verifier, the section `reward` with its settings.
     constraints: section with the signals.
-    reward: section `reward` of the run, from which signals take settings of verifiers.
+    reward: section `reward` of the run. Signals of verifiers take their settings from it.
 
   Raises:
     ValueError: a verifier cannot start.
@@ -249,7 +250,7 @@ def open_scoring(
 
 
 def make_evaluator(inputs: Inputs, scoring: Scoring, directory: Path) -> Evaluator:
-  """Builds the evaluator. It writes its results to `directory`."""
+  """Builds the evaluator, with results in `directory`."""
   config, tok, benchmarks = inputs.config, inputs.tokenizer, []
   for b in inputs.data.held_out:
     scorer = scoring.scorers[b.config.reward or config.reward.name]
@@ -297,7 +298,7 @@ def open_engine(
     publish: function from the trainer's parameters to the sampler's parameters.
     tok: tokenizer of the policy.
     workdir: directory of the run.
-    profiler: profiler, which counts decode steps of the local engine.
+    profiler: profiler that counts decode steps of the local engine.
   """
   if config.engine.name == "local":
     stepped = functools.partial(profiler.count, "sample")

@@ -23,11 +23,13 @@ from gspo_jax.runs.checkpoint import Checkpointer
 from gspo_jax.runs.phase import Phase
 from gspo_jax.structs import ModelInputs, Prompt, TrainBatch, TrainState
 
-HELD_OUT = 128  # Maximum number of held-out demonstrations. At most half of all are held out.
+HELD_OUT = 128  # Maximum number of held-out demonstrations. Of fewer than 256, half are held out.
 
 
 def sft(run: Run) -> Any:
-  """Trains for `sft.steps` updates, or until `sft.target_loss`; returns the parameters.
+  """Trains on demonstrations, and returns the parameters.
+
+  Training ends after `sft.steps` updates, or when the held-out loss reaches `sft.target_loss`.
 
   Raises:
     Preempted: the run was asked to stop; the resume point is saved.
@@ -191,8 +193,8 @@ def params_after(run: Run) -> Any:
     if end is None:
       raise ValueError(
         f"the last checkpoint in {checkpoints.directory} is missing or damaged, and RL needs the "
-        "final parameters of the cold start, at its start and for a KL penalty: restore the "
-        "checkpoint, or use another --workdir"
+        "final parameters of the cold start, to begin from and as the reference of a KL penalty: "
+        "restore the checkpoint, or use another --workdir"
       )
     state, _ = checkpoints.restore(end, state_of_phase(c, "sft", run.mesh))
   return jax.block_until_ready(state.params)

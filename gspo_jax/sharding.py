@@ -1,9 +1,9 @@
 """The mesh, and rules from the letters of an array to its sharding.
 
-Mesh axes: `data` (replicas, usually across slices), `fsdp` (parameters split over their D axis),
-`expert` (experts split over E; outside the experts it splits the batch like `fsdp`) and `tensor`
-(heads, feed-forward and vocabulary). The size of any axis may be 1. The mesh is in JAX's explicit
-mode: the sharding is part of an array's type, and a wrong sharding is an error while tracing.
+The mesh has four axes. `data` has replicas, usually one for each slice. `fsdp` splits parameters
+over D. `expert` splits experts over E. `tensor` splits heads, feed-forward width and vocabulary.
+The first three also split the sequences of a batch. The size of any axis may be 1. The mesh is in
+JAX's explicit mode: shardings are part of an array's type, and a wrong one is an error in tracing.
 
 Functions on arrays also work if no mesh is set, so a model can be called on plain arrays.
 """
@@ -28,14 +28,14 @@ BATCH = ("data", "fsdp", "expert")  # Mesh axes that split the sequences of a ba
 BY_ROW = P(BATCH)
 PRODUCT = "product"  # Name of products with weights, for rematerialisation policies.
 
-# Mesh axes of experts split over a whole slice. Training splits experts over `expert` alone. Since
-# `expert` comes first here, a chip's experts in sampling are among its experts in training.
+# Mesh axes that split experts over all chips of a slice. Training splits experts over `expert`
+# alone. Since `expert` comes first here, a chip's experts in sampling are among those in training.
 SLICE = ("expert", "fsdp")
 
 Axes = str | tuple[str, ...]  # A mesh axis, or several.
-Rules = Mapping[str, Axes]  # Mesh axes by letter. A dimension without an entry is not split.
+Rules = Mapping[str, Axes]  # Mesh axes by letter. A letter without an entry is not split.
 TRAIN: Rules = dict(D="fsdp", N="tensor", K="tensor", F="tensor", E="expert", V="tensor")
-# Weights are whole over D. Otherwise each decode step would gather the model.
+# Weights are not split over D. If they were, each decode step would gather the whole model.
 ROLLOUT: Rules = dict(N="tensor", K="tensor", F="tensor", E="expert", V="tensor")
 ROLLOUT_SLICE: Rules = dict(ROLLOUT, E=SLICE)
 ROLLOUT_FSDP: Rules = dict(ROLLOUT, E="fsdp")  # Experts are copied over the axis "expert".
@@ -46,8 +46,8 @@ def make_meshes(
 ) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
   """Builds the meshes of trainer and sampler: one mesh for both if `rollout_mesh` is off.
 
-  In `devices` (None: all devices), the sampler's devices follow the trainer's devices. Raises
-  ValueError for too few devices.
+  The trainer takes the first of `devices`, and the sampler the next ones. None means all devices.
+  Raises ValueError for too few devices.
   """
   devices = jax.devices() if devices is None else devices
   if not rollout.enabled:
@@ -58,8 +58,8 @@ def make_meshes(
   )
   if trainers is samplers is None:
     raise ValueError(
-      f"{_named(config, 'mesh')}, {_named(rollout, 'rollout_mesh')}: at most one may be -1 (all "
-      "remaining devices); set the number of devices of one mesh"
+      f"{_named(config, 'mesh')}, {_named(rollout, 'rollout_mesh')}: at most one size may be -1 "
+      "(all remaining devices); set all sizes of one mesh"
     )
   trainers = len(devices) - samplers if trainers is None else trainers
   samplers = len(devices) - trainers if samplers is None else samplers
@@ -87,7 +87,7 @@ def make_mesh(
   devices = jax.devices() if devices is None else devices
   sizes, named = axis_sizes(config), _named(config, section)
   if sizes.count(-1) > 1:
-    raise ValueError(f"{named}: at most one may be -1 (all remaining devices)")
+    raise ValueError(f"{named}: at most one size may be -1 (all remaining devices)")
   if -1 in sizes:
     fixed = -math.prod(sizes)
     if fixed > len(devices):
@@ -107,10 +107,10 @@ def make_mesh(
     raise ValueError(
       f"{named}: the {len(slices)} slices of {', '.join(str(len(x)) for x in slices)} devices are "
       f"connected by the data-centre network alone: make {section}.data a multiple of "
-      f"{len(slices)}, and take equally many devices of each"
+      f"{len(slices)}, and take the same number of devices from each slice"
     )
   within = [sizes[0] // len(slices), *sizes[1:]]
-  # An axis may take a part of a torus's side: 8x8 on 4x4x4, where no product of sides is 8.
+  # An axis may split a side of the torus: for 8x8 on 4x4x4, since no product of sides is 8.
   grids = [mesh_utils.create_device_mesh(within, x, allow_split_physical_axes=True) for x in slices]
   return jax.sharding.Mesh(np.concatenate(grids), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
 
@@ -142,11 +142,11 @@ def parts(axes: Axes | None, sizes: Mapping[str, int]) -> int:
 
 
 def spec(letters: str, rules: Rules) -> P:
-  """Returns the PartitionSpec of an array's letters. Raises ValueError if a mesh axis repeats."""
+  """Returns the spec of an array's letters. Raises ValueError if two letters share a mesh axis."""
   axes = [rules.get(letter) for letter in letters]
   used = [a for split in axes for a in each(split)]
   if len(used) != len(set(used)):
-    raise ValueError(f"{letters!r} puts two of its axes on one mesh axis: {axes}")
+    raise ValueError(f"{letters!r} splits two dimensions over one mesh axis: {axes}")
   return P(*axes)
 
 
@@ -156,26 +156,26 @@ def without_mesh() -> bool:
 
 
 def platform() -> str:
-  """Kind of the mesh's devices: "cpu", "tpu" or "gpu". Without a mesh, of the default backend."""
+  """Returns "cpu", "tpu" or "gpu" for the mesh; if no mesh is set, for JAX's default backend."""
   device = jax.sharding.get_abstract_mesh().abstract_device
   return jax.default_backend() if device is None else device.platform
 
 
 def device_kind() -> str:
-  """Returns the `device_kind` of the mesh's devices; "" without a mesh."""
+  """Returns the `device_kind` of the mesh's devices; "" if no mesh is set."""
   device = jax.sharding.get_abstract_mesh().abstract_device
   return "" if device is None else device.device_kind
 
 
 def reshard(x: jax.Array, pspec: P) -> jax.Array:
-  """Reshards `x` to `pspec`. Keeps `reduced`, the axes over which gradients are still summed."""
+  """Reshards `x` to `pspec`. Keeps `reduced`, axes over which a gradient is still to be summed."""
   if without_mesh():
     return x
   return jax.sharding.reshard(x, P(*pspec, reduced=jax.typeof(x).sharding.spec.reduced))
 
 
 def reshape(x: jax.Array, shape: tuple[int, ...], out: P) -> jax.Array:
-  """Reshapes `x` to sharding `out`. JAX cannot infer `out` if a split axis is merged."""
+  """Reshapes `x`. JAX cannot infer the sharding `out` if a split dimension is merged."""
   if without_mesh():
     return x.reshape(shape)
   reduced = jax.typeof(x).sharding.spec.reduced  # Not empty for a weight from `gather`.
@@ -186,7 +186,7 @@ def product(equation: str, x: jax.Array, y: jax.Array, **kwargs) -> jax.Array:
   """jnp.einsum in the common dtype.
 
   XLA on CPU multiplies bfloat16 into float32 twice as fast as into bfloat16, so on CPU the result
-  is rounded afterwards. On TPU and GPU that gains nothing, and collectives would send float32.
+  is rounded afterwards. On TPU and GPU, float32 gains no speed, and collectives send more bytes.
   """
   dtype = jnp.result_type(x, y)
   wide = jnp.float32 if dtype == jnp.bfloat16 and platform() == "cpu" else None
@@ -196,7 +196,7 @@ def product(equation: str, x: jax.Array, y: jax.Array, **kwargs) -> jax.Array:
 def einsum(
   equation: str, x: jax.Array, y: jax.Array, out: P, dtype: Any = None, **kwargs
 ) -> jax.Array:
-  """jnp.einsum with a result in sharding `out`, and in `dtype` (None: as `product`)."""
+  """jnp.einsum with a result in sharding `out` and in `dtype`; None for the dtype of `product`."""
   kwargs |= dict(out_sharding=None if without_mesh() else out)
   if dtype is None:
     return product(equation, x, y, **kwargs)
@@ -204,7 +204,7 @@ def einsum(
 
 
 def project(equation: str, x: jax.Array, w: jax.Array, out: P) -> jax.Array:
-  """`einsum` of activations with a weight; letters of both factors are contracted.
+  """`einsum` of activations with a weight; all letters in both factors are contracted.
 
   The gradient of `w` is a product with `x` as its first factor. JAX would put the cotangent first.
   XLA on CPU would then compute the cotangent's inputs, such as an activation's derivative, in
@@ -241,7 +241,7 @@ def _cotangent_spec(x: jax.Array) -> P:
 
 
 def spec_of(x: jax.Array) -> P:
-  """Returns the array's PartitionSpec, padded with None to its rank."""
+  """Returns the array's PartitionSpec, padded with None to the array's rank."""
   split = () if without_mesh() else jax.typeof(x).sharding.spec.partitions
   return P(*split, *[None] * (x.ndim - len(split)))
 
@@ -250,7 +250,7 @@ def gather(x: jax.Array, pspec: P) -> jax.Array:
   """Gathers `x` over "fsdp" into `pspec`, a spec without batch axes.
 
   The transpose sums a gradient in two steps: first over "fsdp", where each device keeps one part,
-  and then this part over the other batch axes. A single step would sum the whole gradient.
+  and then this part over the other batch axes. A single step would sum whole gradients over all.
   """
   if without_mesh():
     return x
@@ -319,7 +319,7 @@ def _replicas(x: jax.Array) -> jax.Array:
 
 
 def _alone(axis: Axes) -> bool:
-  """Whether `axis` has size 1. If so, collectives are skipped, since XLA on CPU would copy."""
+  """Whether `axis` has size 1. Collectives are then skipped: XLA on CPU would copy the array."""
   return axis_size(axis) == 1
 
 
@@ -352,9 +352,9 @@ def pmax(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
 
 
 def vary(tree: Any, axes: tuple[str, ...]) -> Any:
-  """Marks equal arrays inside `shard_map` as varying over `axes`.
+  """Marks replicated arrays inside `shard_map` as varying over `axes`.
 
-  A custom gradient may then return one cotangent per device. The transpose sums over `axes`.
+  A custom gradient may then return a cotangent per device. The transpose sums these over `axes`.
   """
   if without_mesh():
     return tree
@@ -380,12 +380,12 @@ def batch_shards(mesh: jax.sharding.Mesh) -> int:
 
 
 def rows_per_device(rows: int) -> int:
-  """Rows per device of a batch of `rows` on the mesh in use."""
+  """Number of rows per device, for a batch of `rows` on the mesh in use."""
   return rows // axis_size(BATCH)
 
 
 def put_batch(tree: Any, mesh: jax.sharding.Mesh, pspec: P = BY_ROW) -> Any:
-  """Moves host arrays, equal on every process, to the devices, split as `pspec`."""
+  """Places host arrays on the devices, split as `pspec`. All processes pass equal arrays."""
   layout = NamedSharding(mesh, pspec)
   return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, layout, x.__getitem__), tree)
 

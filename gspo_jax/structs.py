@@ -47,7 +47,7 @@ class Prompt:
   def content(self) -> str:
     """Returns the id with a checksum of question and answer.
 
-    If a data row is edited, its content differs although its id is the same.
+    An edited data row has the same id, but another content.
     """
     return f"{self.id} {zlib.crc32(f'{self.question}{chr(0)}{self.answer}'.encode()):08x}"
 
@@ -61,7 +61,7 @@ class Rollout:
   turns: np.ndarray  # int32 [B, L]: turn of each sampled token, 0, 1, ...; -1 elsewhere
   # float32 [B, L]: log-prob of each sampled token, within top-k, top-p and min-p; 0 elsewhere
   logp: np.ndarray
-  full_logp: np.ndarray  # float32 [B, L]: log-prob of the same tokens without top-k, top-p, min-p
+  full_logp: np.ndarray  # float32 [B, L]: log-prob in the whole vocabulary; 0 elsewhere
   version: np.ndarray  # int32 [B, L]: version of the weights that sampled each token; -1 elsewhere
   rewards: np.ndarray  # float32 [B, L]: reward of each turn, at its last token; 0 elsewhere
   prompt_lengths: np.ndarray  # int32 [B]
@@ -71,9 +71,9 @@ class Rollout:
   # int8 or int16 [B, L, l, k]: experts chosen by the sampler, -1 for a token without a forward pass
   # (padding and each row's last token). None if not recorded, or if the model has no experts
   routing: np.ndarray | None = None
-  # int32 [B, L, X]: support of each sampled token, padded with -1: the X token ids or fewer within
-  # top-k, top-p and min-p. All X entries are -1 if the support is the whole vocabulary, or if no
-  # token was sampled at the position. None if not recorded
+  # int32 [B, L, X]: support of each sampled token, the token ids within top-k, top-p and min-p,
+  # padded to X with -1. All X entries are -1 if the support is the whole vocabulary, or if no token
+  # was sampled at the position. None if not recorded
   support: np.ndarray | None = None
 
   def response(self, row: int) -> list[int]:
@@ -85,8 +85,8 @@ class Rollout:
 class Places:
   """Places of B sequences in packed rows (`learner.packing.plan`).
 
-  A packed row has several sequences. Sequences with the same prompt may share one copy of it, the
-  trunk. Attention then reads separate rows, with a copy of the prompt for each sequence.
+  A packed row has several sequences. Sequences with the same prompt may share one copy of the
+  prompt, the trunk. Attention then reads separate rows, with a prompt for each sequence.
   """
 
   order_B: Array  # int32: index of the sequence before packing
@@ -104,7 +104,7 @@ class ModelInputs:
 
   tokens_BT: Array  # int32
   segments_BT: Array  # int32: segment number, 0 for padding; attention stays within a segment
-  # int8 or int16: experts chosen by the sampler, -1 for none. None if not recorded
+  # int8 or int16: experts chosen by the sampler, -1 for a token without them. None if not recorded
   sampler_experts_BTlk: Array | None = None
   # int32 [B, T, X]: token ids over which log-probs are normalised, padded with -1 (models/head.py).
   # None for the whole vocabulary
@@ -119,7 +119,7 @@ class ModelInputs:
 class CriticTargets:
   """Targets of a critic's loss, float32; position t is the state before token t."""
 
-  old_value_BT: Array | None = None  # critic's values before the updates. None without a critic
+  old_value_BT: Array | None = None  # critic's values before the updates; None: no critic
   return_BT: Array | None = None  # None until advantages are computed
 
 
@@ -133,7 +133,8 @@ class AdvantageInputs:
   reward_BT: Array | None = None  # float32: reward, at the last token of a response, turn or line
   teacher_logp_BT: Array | None = None  # float32: teacher's log-probs, for distillation
   last_value_B: Array | None = None  # float32: value of the state after the last token
-  cut_off_B: Array | None = None  # bool: the response is truncated, so `last_value_B` is used
+  # bool: whether the response is truncated. Its advantages then use `last_value_B`
+  cut_off_B: Array | None = None
   turn_BT: Array | None = None  # int32: turn of each token
 
 
@@ -141,10 +142,10 @@ class AdvantageInputs:
 class MetricInputs:
   """Inputs of metrics alone; no loss uses them."""
 
-  # float32: 1 on tokens sampled by the weights before the updates. None means all tokens
+  # float32: 1 on tokens that the weights before the updates sampled. None if these are all tokens
   current_BT: Array | None = None
   # int32: age, in iterations, of the oldest weights that sampled tokens of the response; -1 if the
-  # response has no version. None if there are no metrics by age
+  # response has no version. None if no metric needs the age
   age_B: Array | None = None
 
 
@@ -160,7 +161,7 @@ class TrainBatch:
   old_logp_BT: Array
   sampler_logp_BT: Array  # float32: log-probs returned by the sampler
   ref_logp_BT: Array | None = None  # float32: reference policy's log-probs. None if not needed
-  # float32: trainer's log-probs before the updates, beside the sampler's in `old_logp_BT`
+  # float32: trainer's log-probs before the updates, if `old_logp_BT` has the sampler's log-probs
   # (objective.old_logp=behaviour). None if not needed
   own_logp_BT: Array | None = None
   # float32: advantage of each token. None if all tokens of a response have `advantage_B`
@@ -168,10 +169,11 @@ class TrainBatch:
   # int32: segment number of each token (sampling/parts.py). In objective "segment", each segment
   # has its own importance ratio. None for losses without segments
   unit_BT: Array | None = None
-  # bool: whether the KL penalty applies to the sequence. It does if an advantage in the sequence's
-  # group is not 0. None if the penalty applies to all sequences
+  # bool: whether an advantage in the sequence's group is not 0. The KL penalty applies to these
+  # sequences alone. None if the penalty applies to all sequences
   mixed_B: Array | None = None
-  # int8 or int16: experts of the old policy in the trainer, -1 for none. None if not needed
+  # int8 or int16: experts that the trainer chose with the old policy, -1 for a token without them.
+  # None if not needed
   old_experts_BTlk: Array | None = None
   # bool: whether the mini-batch is the first of its iteration, before any update. None if unknown
   first_B: Array | None = None
@@ -198,14 +200,14 @@ class TrainBatch:
 class TrainState:
   """All arrays that updates change.
 
-  PRNG keys are not among them: they are derived from seed and step.
+  PRNG keys are derived from seed and step instead.
   """
 
   step: Array  # int32 []: number of applied updates
   params: Any  # models.transformer.Params
   opt_state: Any  # optax state
   # int32 []: number of updates skipped because loss or gradient is not finite. If
-  # on_nonfinite=stop, all later updates count, too
+  # on_nonfinite=stop, all updates after the first skipped one are skipped too
   skipped: Array
   # float32 []: factor of the clip ranges (learner/adaptive_clip.py). None for fixed clip ranges
   clip_factor: Array | None = None

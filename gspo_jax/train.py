@@ -47,8 +47,8 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
   """Trains to the end of `rl.iterations` and returns the parameters.
 
   Args:
-    start_params: returns the parameters before the first iteration, which are also those of the
-      KL penalty's reference policy.
+    start_params: returns the parameters before the first iteration. The KL penalty's reference
+      policy has the same parameters.
 
   Raises:
     Preempted: the run was asked to stop; the resume point is saved.
@@ -193,7 +193,7 @@ def update(
   rewards_B, longest = collected.reward_PG.reshape(-1), c.sampling.max_new_tokens
   row |= reward_metrics(rewards_B, collected.known_B, trained_B, longest)
   row |= summarize(tuple(metrics))
-  # Even if `rl.lag` is 0, a batch may be older: one restored or replayed from a run with a lag.
+  # Even if `rl.lag` is 0, a restored or replayed batch may come from a run with a lag.
   if c.rl.lag or collected.version != collected.step:
     verdict_B = collected.known_B | c.distillation.alone
     row |= lag_metrics(rollout, collected.step, (trained_B > 0) & verdict_B)
@@ -224,7 +224,7 @@ def make_passes(run: Run, learner: Learner, old_policy: Callable) -> list[tuple[
 
 
 def frozen_params(run: Run, start_params: Callable[[], Any]) -> dict[str, Any]:
-  """Loads the parameters of the reference policy and the teacher, by name, if they are needed."""
+  """Loads the parameters of reference policy and teacher, by name, as far as they are needed."""
   c = run.config
   load = {
     "reference policy": lambda: as_read(start_policy(run, start_params), c.model, c.compute.dtype),
