@@ -108,7 +108,7 @@ def stop_together(grace_s: float) -> contextlib.AbstractContextManager[None]:
 
 
 def plan() -> None:
-  """Checks the inputs as a run does, prints a summary of the run, and writes no files."""
+  """Checks the inputs as a run does, and prints a summary. A plan writes no files."""
   from gspo_jax.aot import chips, plan  # Only a dry run needs these modules.
 
   config = read_config(_model_of_weights)
@@ -123,7 +123,7 @@ def plan() -> None:
 
 
 def hide_save_tracebacks() -> None:
-  """Hides tracebacks of threads that save; the main thread raises the same error."""
+  """Hides tracebacks of saving threads. The main thread raises the same errors."""
   logging.get_absl_logger().addFilter(lambda r: not (r.exc_info and "orbax" in r.pathname))
   before = sys.unraisablehook
 

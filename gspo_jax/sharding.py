@@ -156,7 +156,7 @@ def without_mesh() -> bool:
 
 
 def platform() -> str:
-  """Returns "cpu", "tpu" or "gpu" for the mesh; if no mesh is set, for JAX's default backend."""
+  """Returns "cpu", "tpu" or "gpu" for the mesh. If no mesh is set, this is JAX's default."""
   device = jax.sharding.get_abstract_mesh().abstract_device
   return jax.default_backend() if device is None else device.platform
 
@@ -196,7 +196,7 @@ def product(equation: str, x: jax.Array, y: jax.Array, **kwargs) -> jax.Array:
 def einsum(
   equation: str, x: jax.Array, y: jax.Array, out: P, dtype: Any = None, **kwargs
 ) -> jax.Array:
-  """jnp.einsum with a result in sharding `out` and in `dtype`; None for the dtype of `product`."""
+  """jnp.einsum into sharding `out` and `dtype`. None means the dtype of `product`."""
   kwargs |= dict(out_sharding=None if without_mesh() else out)
   if dtype is None:
     return product(equation, x, y, **kwargs)
@@ -380,7 +380,7 @@ def batch_shards(mesh: jax.sharding.Mesh) -> int:
 
 
 def rows_per_device(rows: int) -> int:
-  """Number of rows per device, for a batch of `rows` on the mesh in use."""
+  """Number of rows per device in a batch of `rows`."""
   return rows // axis_size(BATCH)
 
 

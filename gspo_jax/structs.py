@@ -61,7 +61,7 @@ class Rollout:
   turns: np.ndarray  # int32 [B, L]: turn of each sampled token, 0, 1, ...; -1 elsewhere
   # float32 [B, L]: log-prob of each sampled token, within top-k, top-p and min-p; 0 elsewhere
   logp: np.ndarray
-  full_logp: np.ndarray  # float32 [B, L]: log-prob in the whole vocabulary; 0 elsewhere
+  full_logp: np.ndarray  # float32 [B, L]: log-prob in the whole vocabulary; NaN if unknown
   version: np.ndarray  # int32 [B, L]: version of the weights that sampled each token; -1 elsewhere
   rewards: np.ndarray  # float32 [B, L]: reward of each turn, at its last token; 0 elsewhere
   prompt_lengths: np.ndarray  # int32 [B]

@@ -108,6 +108,6 @@ def _text(value: Any) -> str:
 
 
 def _is_truncated(value: Any) -> bool:
-  """Whether a test was cut off, and so ends with an ellipsis. Grids of dots are excluded."""
+  """Whether a test ends with an ellipsis, as if it was cut off. Grids of dots do not count."""
   text = _text(value)
   return text.endswith("...") and "." not in re.sub(r"\d\.\d", "", text[:-3])

@@ -1,4 +1,4 @@
-"""Sources of the embedded tasks (gspo_jax.tasks): prompts are generated on access."""
+"""Embedded tasks (gspo_jax.tasks) as sources of prompts. Prompts are generated on access."""
 
 from collections.abc import Iterator
 

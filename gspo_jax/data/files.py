@@ -1,6 +1,6 @@
 """Reads data rows of files and of TFDS data sets, one at a time.
 
-Reading a file does not decode its rows. So an error in one row does not prevent reading the rest.
+Reading a file does not decode its rows. So after a bad row, the other rows can still be read.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from gspo_jax.settings.data import DataError
 from gspo_jax.system import jsons
 from gspo_jax.system.files import located
 
-# A row: its file and line, for messages; its default id; and a function that decodes the row.
+# A row has three items: file and line, for messages; a default id; a function that decodes the row.
 Row = tuple[str, str, Callable[[], Any]]
-Numbered = Iterator[tuple[int, Callable[[], Any]]]  # Numbers of rows in a file, and decoders.
+Numbered = Iterator[tuple[int, Callable[[], Any]]]  # Number of a row in its file, and decoder.
 _MAGIC = r"[*?\[]"  # Characters of patterns.
 
 
@@ -87,7 +87,7 @@ def read(spec: str, key: str) -> Iterator[Row]:
     return
   for file in named(spec, key):
     unit, read = next(r for suffix, r in _READERS.items() if file.name.endswith(suffix))
-    # At a later start, a pattern may match further files. Ids with full paths then stay unchanged.
+    # At a later start, a pattern may match more files. Full paths keep the ids unchanged.
     name = str(file) if is_pattern(spec) else file.name
     try:
       for number, decode in read(file):

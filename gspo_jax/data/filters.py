@@ -12,7 +12,7 @@ import numpy as np
 from gspo_jax.data.files import BadRow
 from gspo_jax.settings.data import DataError
 
-TOKENS = "prompt_tokens"  # In a condition, the prompt's number of tokens instead of a field.
+TOKENS = "prompt_tokens"  # A condition on this name limits the prompt's number of tokens.
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
   "==": operator.eq,
   "!=": operator.ne,
@@ -33,11 +33,11 @@ _DATE = re.compile(r"\d{4}(?:[-/]\d\d(?:[-/]\d\d(?:[T ].*)?)?)?")
 class Condition:
   """A filter condition `field op value`.
 
-  Two numbers are compared as numbers. A number and a text are compared by the only number in the
-  text (`Level 3`, `12 kyu`). Two texts are compared as texts; if they differ in one number only,
-  this number gives their order. Dates are ordered correctly if they begin with the year. `=~` and
-  `!~` search for a regular expression. A null field fails `<`, `<=`, `>` and `>=`. For the other
-  operators a null field is an empty text.
+  Two numbers are compared as numbers. If one side is a text with only one number (`Level 3`,
+  `12 kyu`), this number is compared with the number on the other side. Two texts are compared as
+  texts. If two texts differ in one number only, this number gives their order. Dates are ordered
+  correctly if they begin with the year. `=~` and `!~` search for a regular expression. A null field
+  fails `<`, `<=`, `>` and `>=`. `==`, `!=`, `=~` and `!~` take a null field as an empty text.
   """
 
   field: str
@@ -89,7 +89,7 @@ class Condition:
       return compare(*texts)
     elif None not in numbers:
       return compare(*(numbers if parts[0][1] == parts[1][1] else texts))
-    raise self._error(text, "a text is ordered by its only number, and one of the two has none")
+    raise self._error(text, "a text is ordered by its only number, and one of the texts has none")
 
   def _error(self, field: Any, reason: str) -> BadRow:
     return BadRow(

@@ -1,7 +1,7 @@
 """Formats of data rows, and the conversion of a row to a `Prompt`.
 
 A format names a row's fields for question, answer, demonstration and id. `FORMATS` has the formats
-of public data sets. Section `data` of the configuration describes one more, for other files
+of public data sets. Section `data` of the configuration describes one more format, for other files
 (docs/data.md).
 """
 
@@ -26,11 +26,11 @@ from gspo_jax.verifiers import math_answer
 
 # The first of these fields that a row has is its id.
 ID_FIELDS = ("id", "ID", "task_id", "unique_id", "question_id", "problem_id")
-# If `Format.answer` has this prefix, it lists fields with commas between them. The answer is then a
-# JSON object of these fields, for the verifier of programs. `name=field` renames a field. The value
-# of `tests.*.input` is a list of the field `input` of all tests.
+# A `Format.answer` with this prefix lists fields with commas between them. The answer is then an
+# object of these fields in JSON, for the verifier of programs. `name=field` renames a field. The
+# value of `tests.*.input` is a list with the field `input` of each test.
 JSON = "json:"
-# Maximum number of characters of a further field (`_further`), to limit memory.
+# Maximum number of characters of a field in `Prompt.info`, to limit memory.
 MAX_INFO = 1000
 
 
@@ -72,7 +72,7 @@ FORMATS = {
   "aime": Format("problem", "answer"),
   "math": Format("problem", "solution", BOXED),
   "svamp": Format("{Body} {Question}", "Answer", demonstration="Equation"),
-  # The answer is the demonstration too, since `solution` is often empty.
+  # The field `answer` is the demonstration too, since the field `solution` is often empty.
   "deepscaler": Format("problem", "answer"),
   # The data set's prompts have instructions already, so the template adds none.
   "dapo_math": Format(
@@ -184,7 +184,7 @@ def _further(
   """Yields name and text of each field other than question, answer and id.
 
   Verifiers and evaluation use these fields. Nested fields have dotted names. Lists, empty texts and
-  texts longer than MAX_INFO are excluded. A format can include them in its answer (see JSON).
+  texts longer than MAX_INFO are excluded. The answer can have excluded fields (see JSON).
 
   Args:
     row: the row, or a nested object of it.
@@ -228,8 +228,8 @@ def _answer(row: Mapping[str, Any], form: Format) -> tuple[str, str]:
   if not answer:
     pattern = "the pattern " if form.name else "data.answer_pattern="
     raise BadRow(
-      f"{pattern}{form.answer_pattern!r} finds no answer in the field {form.answer!r} (its end: "
-      f"{whole[-40:]!r}). Correct the row or {form.key('answer_pattern')} (empty: the "
+      f"{pattern}{form.answer_pattern!r} finds no answer in the field {form.answer!r}, which "
+      f"ends with {whole[-40:]!r}. Correct the row or {form.key('answer_pattern')} (if empty, the "
       "whole field is the answer)"
     )
   return whole, answer
@@ -255,7 +255,7 @@ def text_of(row: Mapping[str, Any], name: str, key: str, numbers: bool = True) -
   value = _lookup(row, name, key)
   try:
     text = _text(value, numbers)
-    text.encode()  # JSON may contain half of a surrogate pair, which fails.
+    text.encode()  # JSON may contain half of a surrogate pair, which cannot be encoded.
   except UnicodeError as error:
     raise BadRow(f"the field {name!r} is not UTF-8: {error}. Correct the row") from error
   except TypeError as error:
@@ -285,7 +285,7 @@ def _lookup(row: Mapping[str, Any], name: str, key: str) -> Any:
 
 
 def _lookup_all(row: Mapping[str, Any], name: str, key: str) -> Any:
-  """Returns a field. For `tests.*.input` it lists the field `input` of each object in `tests`."""
+  """Returns a field. For `tests.*.input`, returns a list with the field `input` of each test."""
   head, star, tail = name.partition(".*.")
   if not star:
     return _lookup(row, name, key)

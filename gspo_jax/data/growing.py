@@ -1,7 +1,7 @@
 """Problems in JSON lines files to which lines are appended during a run (`schedule.refresh_every`).
 
 `Growing.look` reads all files again. Lines in use must not have changed. The first host reads the
-files, and broadcasts their texts if a file has grown. A checkpoint has the lengths of the files, so
+files, and broadcasts their texts if a file has grown. A checkpoint records the lengths of files, so
 a resumed run has the rows of an uninterrupted run.
 """
 
@@ -34,7 +34,7 @@ def load(
     check: function of each gold answer, which raises ValueError for a bad one; None for no check.
 
   Raises:
-    DataError: as in `sources.load`; or the spec is not one path or pattern of .jsonl files.
+    DataError: as in `sources.load`; or the spec is not a single path or pattern of .jsonl files.
   """
   key, spec = f"data.{split}", getattr(config, split)
   part, *others = sources.parts_of(spec, key)
@@ -57,12 +57,12 @@ class Growing:
   Args:
     path: path or pattern of .jsonl files.
     key: key of the configuration with the path, for messages.
-    make_reader: constructor of a reader for all rows.
+    make_reader: returns a new reader, which then converts all rows.
 
   Attributes:
     path: path or pattern.
     reader: reader of the rows in use, with counts of excluded rows.
-    lengths: for each file, its part in use.
+    lengths: by file, the number of bytes in use and their checksum.
     shared: number of held-out problems that are among the rows.
   """
 
@@ -99,7 +99,7 @@ class Growing:
     """Reads the files again. Collective.
 
     Args:
-      lengths: for each file, the part to read, from a checkpoint; None for all whole lines.
+      lengths: lengths from a checkpoint, up to which files are read; None to read all whole lines.
 
     Returns:
       The number of new rows.
@@ -132,7 +132,7 @@ class Growing:
     The dict of texts is empty if no file has new lines.
 
     Args:
-      recorded: for each file, the part to read; None for all whole lines.
+      recorded: lengths up to which files are read; None to read all whole lines.
     """
     used = self.lengths if recorded is None else recorded
     names = recorded or [str(file) for file in files.named(self.path, self._key)]

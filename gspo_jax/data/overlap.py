@@ -6,15 +6,15 @@ from gspo_jax import structs
 from gspo_jax.data.embedded import Embedded
 from gspo_jax.data.sources import Mixture, Source
 
-_WORDS = 8  # Number of a question's first words, which are compared before whole questions.
+_WORDS = 8  # Whole questions are compared only if this many first words are equal.
 
 
 def shared_prompts(train: Source, held_out: Source, chosen: Sequence[structs.Prompt]) -> int:
   """Counts chosen held-out problems in the training data.
 
   Problems are equal if their questions are equal up to white space. A million rows take about a
-  second. Two embedded tasks are compared only by their paths (`arithmetic:train`): all problems are
-  shared, or none.
+  second. If both sets are embedded tasks, only their paths (`arithmetic:train`) are compared. Then
+  all problems are shared, or none.
 
   Args:
     train: training data.

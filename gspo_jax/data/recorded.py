@@ -1,6 +1,6 @@
-"""Recorded responses: prompts, responses and rewards for offline training (job=offline).
+"""Recorded responses, with prompts and rewards, for offline training (job=offline).
 
-The files are samples logs of a run, or JSON lines from other tools (docs/data.md). Their content is
+The files are samples logs of a run, or JSON lines from other tools (docs/data.md). Files are
 untrusted, so each row is checked before training starts.
 """
 
@@ -28,7 +28,7 @@ class Response:
 
   tokens: np.ndarray  # Token ids, the stop token included, int32 [n].
   reward: float
-  stopped: bool  # Whether a stop token or a stop string ended it; False if truncated.
+  stopped: bool  # Whether it ended with a stop token or stop string; False if truncated.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Recordings:
 
   rows: Sequence[Group]
   skipped: int = 0  # Number of bad rows.
-  unknown: int = 0  # Number of rows with reward null: the verifier had failed.
+  unknown: int = 0  # Number of rows with reward null, for which the verifier had failed.
 
   def __len__(self) -> int:
     return len(self.rows)
@@ -67,7 +67,7 @@ class Recordings:
     return Prompts([group.prompt for group in self.rows])
 
   def left_out(self) -> dict[str, float]:
-    """Returns metrics: the numbers of skipped and of unknown rows, if above 0."""
+    """Returns the numbers of skipped and unknown rows as metrics, except zeros."""
     counts = {"recorded/skipped_rows": self.skipped, "recorded/unknown_rows": self.unknown}
     return {name: float(count) for name, count in counts.items() if count}
 
@@ -88,7 +88,7 @@ def load(
 ) -> Recordings:
   """Reads recorded responses, grouped by prompt in file order.
 
-  A prompt with more than `group_size` responses has several groups; the last may be smaller.
+  A prompt with more than `group_size` responses has several groups. The last group may be smaller.
 
   Args:
     spec: `offline.data`, files with commas between them.
@@ -229,13 +229,13 @@ def _encode(
   if not truncated:
     stop, bare = tok.stop_ids[0], encoded
     encoded = [x if _ends_with_stop_string(x, tok, limits) else [*x, stop] for x in bare]
-    if truncated is False and "length" in row:  # Another stop string may have ended the response.
+    if truncated is False and "length" in row:  # A stop string of an earlier run may have ended it.
       encoded += bare
   length = row.get("length", len(encoded[0]))
   for ids in encoded:
     if len(ids) == length:
       return ids
-  # The text of sampled tokens may be encoded as other tokens.
+  # Encoding the text of a response may give other tokens than the sampled ones.
   raise BadRow(
     f"the response's text has {len(encoded[0])} tokens and length={length!r:.20}. Add its token"
     " ids as response_ids, or remove length"
@@ -267,7 +267,7 @@ def _require_text(
   Args:
     row: the row.
     key: "prompt" or "response".
-    ids: token ids from the field `key`_ids.
+    ids: token ids from the field prompt_ids or response_ids.
     tok: tokenizer of the run.
     texts: permitted texts.
   """
@@ -281,7 +281,7 @@ def _require_text(
       return
   raise BadRow(
     f"{key}_ids decode to {decoded!r:.60} and {key} is {texts[-1]!r:.60}: they are ids of another"
-    " tokenizer. Set --config.tokenizer to it, or remove the ids"
+    " tokenizer. Set --config.tokenizer to that tokenizer, or remove the ids"
   )
 
 

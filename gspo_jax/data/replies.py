@@ -1,14 +1,15 @@
 """Continuations: texts that follow rendered prompts, as targets of training on given responses.
 
-The chat template renders a conversation. A prompt and its continuation are this text, up to the end
-of the assistant's turn. Templates add different texts to a response. A prompt may end with an open
-thought (`<think>`) or with an empty thought (`<think></think>`). The template may write an empty
-thought before an answer, and may trim white space.
+The chat template renders a conversation of prompt and response as one text. The continuation is the
+part of this text after the rendered prompt, up to the end of the assistant's turn. Templates add
+different texts to a response. A prompt may end with an open thought (`<think>`) or with an empty
+thought (`<think></think>`). The template may write an empty thought before an answer, and may trim
+white space.
 
-After a prompt with an empty thought, the response's thought is removed first. If the template drops
-part of the response, the continuation is the response itself. Its first tag is then removed if the
-prompt ends with this tag. Otherwise, if the prompt ends with an open thought and the response has
-no closing tag, a closing tag is added before the response.
+If the prompt ends with an empty thought, the response's thought is removed first. If the template
+drops part of the response, the continuation is the response, with at most one change. If the
+response begins with the prompt's last tag, this tag is removed. Or else, if the prompt ends with an
+open thought and the response has no closing tag, a closing tag is added before the response.
 """
 
 import re
@@ -151,7 +152,7 @@ def _stop_texts(tok: Tokenizer) -> list[str]:
 
 
 def _last_tag(prompt: str) -> tuple[str, str]:
-  """Returns the tag at a prompt's end and the following white space; ("", "") if no tag."""
+  """Returns the tag at a prompt's end, and white space after the tag; ("", "") if none."""
   match = _LAST.search(prompt[-_TAIL:])
   return (match[1], match[2]) if match else ("", "")
 

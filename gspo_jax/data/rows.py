@@ -20,11 +20,11 @@ class Reader:
   tok: tokenizer.Tokenizer
   filters: tuple[Condition, ...]  # Conditions; rows that fail one are excluded.
   max_tokens: int  # Maximum number of tokens of a prompt.
-  skipped: Skipped  # Handles bad rows as `data.on_error` says.
+  skipped: Skipped  # Handles bad rows: raises or counts, by `data.on_error`.
   check: Check | None = None  # Check of gold answers; None for no check.
   prefix: str = ""  # Prefix of ids.
   filtered: int = 0  # Number of rows excluded by the conditions so far.
-  places: dict[str, str] = dataclasses.field(default_factory=dict)  # File and line by id.
+  places: dict[str, str] = dataclasses.field(default_factory=dict)  # Id to file and line.
 
   def __call__(self, rows: Iterable[Row]) -> list[structs.Prompt]:
     """Converts rows to prompts.

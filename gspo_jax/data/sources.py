@@ -63,7 +63,7 @@ class Prompts:
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-  """Several sources. Indices run over all of them, in order; weights affect sampling alone."""
+  """Several sources. Indices count through all sources in order; only sampling uses weights."""
 
   sources: tuple[Source, ...]
   weights: tuple[float, ...]
@@ -188,9 +188,9 @@ class Batches(Iterator[list[structs.Prompt]]):
   mixture has separate epochs; the sources are interleaved in a fixed order. `get_state` returns a
   JSON-compatible dict, and `set_state` resumes from this dict.
 
-  If a run resumes with other prompts (another file of a pattern, an edited line, a changed weight),
-  the saved position has no meaning, and a new epoch starts in a new order. A new epoch also starts
-  when a growing source (growing.py) has new rows.
+  If the prompts have changed when a run resumes (a new file of a pattern, an edited line, a changed
+  weight), the saved position has no meaning, and a new epoch starts in a new order. New rows of a
+  growing source (growing.py) also start a new epoch.
   """
 
   def __init__(self, source: Source, batch_size: int, *, seed: int):
@@ -276,7 +276,7 @@ def epoch_of(source: Source) -> int:
 
 
 def _contents(source: Source) -> str:
-  """Identifies rows by number and checksum. For an embedded task, the checksum is of a sample."""
+  """Identifies rows by number and checksum. For an embedded task, only some rows are read."""
   if isinstance(source, Mixture):
     return f"{source.weights}: {', '.join(map(_contents, source.sources))}"
   indices = probe(len(source)) if isinstance(source, Embedded) else range(len(source))
@@ -287,7 +287,7 @@ def _contents(source: Source) -> str:
 
 
 def rendered(source: Source) -> str:
-  """Returns a checksum of tokens and demonstrations; for an embedded task, of a sample."""
+  """Returns a checksum of tokens and demonstrations. Of an embedded task, only some are read."""
   if isinstance(source, Mixture):
     return " ".join(map(rendered, source.sources))
   indices = probe(len(source)) if isinstance(source, Embedded) else range(len(source))
@@ -312,7 +312,7 @@ def require_same_on_hosts(parts: Sequence[Any]) -> None:
 
 
 def skipped_rows(source: Source) -> dict[str, float]:
-  """Returns the metric of skipped rows; {} if there are none."""
+  """Returns the number of skipped rows as a metric; {} if no row was skipped."""
   return {"data/skipped_rows": float(source.skipped)} if source.skipped else {}
 
 
@@ -385,7 +385,7 @@ def fitting(source: Source, tok: tokenizer.Tokenizer, length: int, on_error: str
       raise DataError(reason)
   if not rows:
     raise DataError(
-      f"no row has a prompt and demonstration of at most sft.max_tokens={length} tokens. Raise it"
+      f"no prompt with its demonstration has at most sft.max_tokens={length} tokens. Raise that key"
     )
   if isinstance(source, Embedded):
     return source
@@ -396,5 +396,5 @@ def _too_long(prompt: structs.Prompt, end: int, length: int) -> str:
   """Returns the message about a prompt and demonstration of `end` tokens."""
   return (
     f"{prompt.id}: prompt and demonstration take {end} tokens, more than sft.max_tokens={length}."
-    " Raise it, or set data.on_error=skip to exclude such rows"
+    " Raise that key, or set data.on_error=skip to exclude such rows"
   )

@@ -1,7 +1,7 @@
 """Special tokens of a checkpoint. Several files of the checkpoint may name such tokens.
 
-A special token, such as the end of a turn, is not text. In this file, `config` is the content of
-tokenizer_config.json.
+A special token, such as the end of a turn, is not part of the text. In this file, `config` is the
+content of tokenizer_config.json.
 """
 
 from collections.abc import Mapping
@@ -36,9 +36,9 @@ def add(
 ) -> dict[str, str]:
   """Adds tokens named in other files than tokenizer.json.
 
-  Transformers 5 does the same in `_from_pretrained` and `TokenizersBackend`. Newer checkpoints have
-  the key `added_tokens_decoder` in the config; older ones have the files special_tokens_map.json
-  and added_tokens.json.
+  Transformers 5 adds the same tokens (`_from_pretrained` and `TokenizersBackend`). The config of a
+  newer checkpoint has the key `added_tokens_decoder`. An older checkpoint has the files
+  special_tokens_map.json and added_tokens.json instead.
 
   Args:
     tokenizer: tokenizer to extend.
@@ -49,7 +49,7 @@ def add(
     Dict from names of special tokens (eos_token, bos_token, ...) to their texts.
 
   Raises:
-    TokenizerError: a file is malformed, or the tokenizer does not have the eos token.
+    TokenizerError: a file is malformed, or the named eos token is not in the tokenizer.
   """
   modern = "added_tokens_decoder" in config
   legacy = {} if modern else read_json(directory / "special_tokens_map.json")

@@ -12,7 +12,7 @@ from etils import epath
 
 from gspo_jax.data.special_tokens import TokenizerError
 
-# Arguments of every template. Templates test `tools is none`; without the argument, this is False.
+# Arguments of every template. A template may test `tools is none`, False for a missing argument.
 UNSET = dict[str, Any](tools=None, documents=None)
 FOLDER = "additional_chat_templates"  # Folder of further templates, beside chat_template.jinja.
 
@@ -47,7 +47,7 @@ def read(directory: epath.Path, config: dict[str, Any]) -> str:
 
 
 def arguments(source: str) -> list[str]:
-  """Returns names of a template's further arguments, such as `enable_thinking`."""
+  """Returns names of a template's optional arguments, such as `enable_thinking`."""
   tree = jinja2.Environment(extensions=_EXTENSIONS).parse(source)
   return sorted(jinja2.meta.find_undeclared_variables(tree) - {"messages", *_FUNCTIONS})
 

@@ -48,7 +48,7 @@ class ByteTokenizer:
     return list(text.encode("utf-8"))
 
   def encode_text(self, text: str) -> list[int]:
-    """Encodes untrusted text. No text is a special token."""
+    """Encodes untrusted text. No text becomes a special token."""
     return self.encode(text)
 
   def decode(self, ids: Iterable[int]) -> str:
@@ -76,11 +76,13 @@ class HFTokenizer:
   tokenizer: tokenizers.Tokenizer
   chat_template: str  # Jinja source; "" for plain prompts.
   special_tokens: dict[str, str]  # Texts by name: bos_token, eos_token, ...
-  add_bos: bool  # Whether plain prompts begin with the bos token. (Chat templates write it.)
+  add_bos: bool  # Whether plain prompts begin with bos. (Chat templates write bos themselves.)
   pad_id: int
-  stop_ids: tuple[int, ...]  # The first one, end of turn or else eos, ends demonstrations.
+  # The first stop token ends demonstrations. It is the end of a turn, or else eos.
+  stop_ids: tuple[int, ...]
   vocab_size: int  # Largest id + 1.
-  arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # For `chat_template`.
+  # Optional arguments of the chat template.
+  arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   system: str = ""  # System prompt for messages without one.
   # Date for chat templates.
   date: datetime.datetime = dataclasses.field(default_factory=datetime.datetime.now)
@@ -109,7 +111,7 @@ class HFTokenizer:
     cuts = [match.start() + 1 for match in self._names.finditer(text)]
     for ends in ([0, *cuts, len(text)], range(len(text) + 1)):
       ids = [i for a, b in itertools.pairwise(ends) for i in self._encode(text[a:b])]
-      if self._added.keys().isdisjoint(ids):  # Normalisation may write a token's name.
+      if self._added.keys().isdisjoint(ids):  # Normalisation may create a token's name.
         break
     return [i for i in ids if i not in self._added]
 
@@ -297,8 +299,8 @@ def load_for(
     date: date for chat templates; None for the current date.
 
   Raises:
-    TokenizerError: tokens that are not removed are beyond the vocabulary, or the chat template does
-      not have a configured argument.
+    TokenizerError: a remaining token is beyond the vocabulary, or the chat template does not have a
+      configured argument.
   """
   tok = load(path)
   if prompts is not None:
@@ -377,8 +379,8 @@ def _load(directory: epath.Path, name: str) -> HFTokenizer:
 def _turn_end(tokenizer: tokenizers.Tokenizer, template: str, special: dict[str, str]) -> list[int]:
   """Returns [id] of the special token after an assistant's turn; [] if there is none.
 
-  Some base models (Qwen3) have a chat template, but their files name another stop token. If a
-  response did not stop at the end of its turn, it would continue with further turns.
+  Some base models (Qwen3) have a chat template, but the stop token in their files does not end a
+  turn. If a response did not stop at the end of its turn, it would continue with further turns.
   """
   messages = [dict(role="user", content="asked"), dict(role="assistant", content="said")]
   try:
