@@ -244,7 +244,7 @@ def test_a_run_that_goes_on_with_other_code_says_so(finished, tmp_path):
   config["provenance"]["versions"]["jax"] = "0.4.1"
   (workdir / "config.json").write_text(json.dumps(config))
   stderr = run(workdir, *SMALL, "profile.iteration=3")
-  assert re.search(r"warning: since the last start, jax: '0\.4\.1' -> '\d", stderr)
+  assert re.search(r"warning: this run resumes with another jax: '0\.4\.1' -> '\d", stderr)
   assert figures(workdir) == figures(finished[0])
 
 

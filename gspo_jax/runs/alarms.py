@@ -54,7 +54,7 @@ class Alarms:
     if norm:  # The median excludes norms of 0, such as those of a task that is still too hard.
       usual = statistics.median(self._norms) if len(self._norms) == WINDOW else math.inf
       if c.grad_norm and norm > c.grad_norm * usual:
-        yield "grad_norm", f"gradient norm {norm:.3g}, and its median is {usual:.3g}"
+        yield "grad_norm", f"gradient norm {norm:.3g}, with a median of {usual:.3g} so far"
       self._norms.append(norm)
     trained = row.get("ratio/mean") != 0  # The mean ratio is 0 if no token was trained on.
     if c.entropy and entropy is not None and entropy < c.entropy and trained:
@@ -127,11 +127,10 @@ ALARMS = {
   ),
   "mismatch_clips": Alarm(
     "The sampler's rounding alone puts more than a tenth of the responses outside the clip range.",
-    "Choose one of three remedies. With objective.old_logp=recompute ratios begin at 1, for one "
-    "more forward pass of the trainer. Larger objective.clip_low and objective.clip_high cost no "
-    "time, but permit larger updates. objective.old_logp=behaviour with "
-    "objective.correction.name=masked also costs a pass, and drops the responses outside its "
-    "range.",
+    "Choose one of three remedies. objective.old_logp=recompute lets ratios begin at 1, and costs "
+    "a forward pass of the trainer. Larger objective.clip_low and objective.clip_high cost no "
+    "time, but permit larger updates. objective.old_logp=behaviour with objective.correction.name=masked "
+    "costs a forward pass too, and drops responses outside the range of the correction.",
     "clip_fraction/sequence",
     "docs/sampling.md#rollouts-in-eight-bits",
   ),
@@ -145,8 +144,7 @@ ALARMS = {
     "docs/sampling.md#rollouts-in-eight-bits",
   ),
   "ratio_tail": Alarm(
-    "For more than a tenth of the tokens, beyond the mismatch of sampler and trainer, importance "
-    "ratios differ from 1 by a factor above 2.",
+    "Updates have changed the probability of more than a tenth of the tokens by a factor above 2.",
     "Lower rl_optimizer.learning_rate, or take fewer updates (rl.minibatches, rl.epochs).",
     "ratio/tail",
   ),
@@ -164,8 +162,8 @@ ALARMS = {
   ),
   "unknown": Alarm(
     "The verifier gives no verdict on many responses.",
-    "Read these responses and the reasons: those of training in the directory unknown/ of the run, "
-    "those of evaluations in rollouts/eval_*.jsonl.",
+    "Read these responses and the reasons. The run's directory unknown/ has those of training, and "
+    "rollouts/eval_*.jsonl has those of evaluations.",
     "verifier/unknown",
     "docs/rewards.md#unknown-is-not-wrong",
   ),
@@ -178,7 +176,7 @@ ALARMS = {
     "docs/data.md#query-set",
   ),
   "filled_groups": Alarm(
-    f"{_IDLE}dynamic sampling finds no groups with different rewards.",
+    f"{_IDLE}dynamic sampling finds no groups whose rewards differ.",
     "Use problems of another difficulty, or raise data.query_set.extra_rounds.",
     "groups_without_spread",
     "docs/data.md#query-set",
@@ -210,7 +208,7 @@ def advice(name: str) -> str:
 
 WINDOW = 10  # Number of iterations over which medians and means are computed.
 IDLE_ITERATIONS = 5  # Consecutive iterations with a gradient of 0 before a warning.
-MASKED = 0.9  # Share of truncated responses from which truncation explains a gradient of 0.
+MASKED = 0.9  # From this share of truncated responses on, truncation explains a gradient of 0.
 TAIL = 0.1  # No warning up to this share of tokens with a ratio above 2 or below 1/2.
 OUTSIDE = 0.1  # No warning up to this share of responses outside the clip range.
 
@@ -260,16 +258,16 @@ _BOUNDS = (
     "mismatch",
     _DISTANCE,
     _mismatch_limit,
-    "log-probs of sampler and trainer differ by {:.2g} in the mean, and the clip range is {:.2g}: "
-    "if objective.old_logp is sampler, responses are clipped before any update; if it is "
-    "recompute, ratios leave this difference out",
+    "log-probs of sampler and trainer differ by {:.2g} in the mean, and the clip range is {:.2g}. "
+    "If objective.old_logp is sampler, responses are clipped before any update. If it is "
+    "recompute, ratios do not include this difference",
   ),
   Bound(
     "recomputed",
     "mismatch/recomputed",
     _mismatch_limit,
     "recomputed old log-probs differ from those of the first update by {:.2g} in the mean, and the "
-    "clip range is {:.2g}: from the second mini-batch on, responses are clipped by rounding alone",
+    "clip range is {:.2g}. From the second mini-batch on, rounding alone clips responses",
   ),
   Bound(
     "mismatch_tail",
@@ -285,18 +283,18 @@ _BOUNDS = (
   ),
 )
 _OUTSIDE_TEXT = (
-  "an estimated {:.0%} of the responses are outside the clip range of {:.2g} before any update, by "
-  "rounding in the sampler (mean over responses of |mean Δ log-prob|: {:.2g})"
+  "rounding in the sampler puts an estimated {:.0%} of the responses outside the clip range of "
+  "{:.2g} before any update: log-probs of sampler and trainer differ by {:.2g} in the mean"
 )
 
 
 def _outside_range(row: Mapping[str, Any]) -> float | None:
   """Estimates the share of responses outside the clip range before any update.
 
-  A response has a mean log-prob difference between trainer and sampler. The estimate takes these
-  differences as normal with mean 0 and standard deviation σ. The row has the mean of their absolute
-  values, which is σ √(2/π). The result is None if the row lacks this mean or the clip range, if old
-  log-probs are recomputed, or if a correction masks responses.
+  Let d be a response's log-prob difference between trainer and sampler, as a mean over tokens. The
+  estimate assumes that d is normal over responses, with mean 0 and standard deviation σ. Then the
+  mean of |d| is σ √(2/π), and the row has this mean. The result is None if the row lacks this mean
+  or the clip range, if old log-probs are recomputed, or if a correction masks responses.
   """
   distance, clip_range = _finite(row.get(_DISTANCE)), _finite(row.get("clip_range"))
   remedies = row.keys() & {"mismatch/recomputed", "correction/masked"}

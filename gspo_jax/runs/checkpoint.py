@@ -1,12 +1,12 @@
 """Checkpoints with Orbax: the training state (arrays) and the host state (JSON).
 
-The host state is a dict with three keys: `position`, such as the position in the data; `pending`, a
-metrics row still to be reported, or None; and `rows`, the number of rows in metrics.jsonl.
+The host state is a dict with three keys. `position` has the position in the data, among others.
+`pending` is a metrics row still to be reported, or None. `rows` is the number of rows in
+metrics.jsonl.
 
 Orbax writes to a temporary path, and renames it at the end. So a killed process leaves either a
 whole checkpoint or none. Orbax does not detect a flipped bit in an array. So one JSON has the host
-state and checksums of all arrays (integrity.py). This JSON has a checksum too
-(`system.files.seal`).
+state and checksums of all arrays (integrity.py), and a checksum of itself (`system.files.seal`).
 """
 
 import contextlib
@@ -58,7 +58,7 @@ class Checkpointer:
     self.directory, self.config = config.phase_directory(workdir, phase), config
     # The best checkpoint has the largest `_sign` times metric `_best`.
     self._best, self._sign = config.best, 1 if config.best_is == "largest" else -1
-    self._last = time.monotonic()  # Time of the opening, and then of the last save.
+    self._last = time.monotonic()  # Time of the last save, or before any save of the opening.
     self._mirror = Mirror(workdir, config.directory)
     self._failure: BaseException | None = None  # Error of a failed save.
     rules = [policies.LatestN(config.keep)]
@@ -111,8 +111,8 @@ class Checkpointer:
   def restore_newest(self, like: Callable[[], Any]) -> tuple[int, Any, dict[str, Any]] | None:
     """Restores (step, state, host_state) of the newest undamaged checkpoint.
 
-    Returns None if there is no checkpoint. All newer checkpoints are damaged, and are renamed
-    to `damaged_<step>`.
+    Returns None if there is no checkpoint. Newer checkpoints, which are all damaged, are renamed to
+    `damaged_<step>`.
 
     Args:
       like: returns the abstract state, for the layout of the restored arrays.
@@ -285,7 +285,7 @@ class Checkpointer:
 class _Commit:
   """Futures of a save in Orbax, which pass an error to `fail` at once.
 
-  Orbax itself withholds an error until all hosts are done.
+  Orbax alone would withhold an error until all hosts are done.
   """
 
   futures: Sequence[Any]

@@ -1,8 +1,8 @@
 """Checksums of weights, held-out problems and user functions named in a configuration.
 
 A resumed run must find the same contents under these names. Otherwise the reference of the KL
-penalty, the reward or the meaning of accuracy would change. For speed, only some blocks of a large
-file are read. A repository of the hub is pinned to a commit, and needs no checksum.
+penalty, the reward or the problems behind the accuracy would change. For speed, only some blocks of
+a large file are read. A repository of the hub is pinned to a commit, and needs no checksum.
 `data.sources.Batches` compares the training data.
 """
 

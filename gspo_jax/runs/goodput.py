@@ -1,4 +1,4 @@
-"""Goodput: the share of useful stages in the wall time since the run was first opened."""
+"""Goodput: the share of wall time spent in useful stages, since a run was first opened."""
 
 import collections
 import time

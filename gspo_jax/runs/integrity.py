@@ -1,7 +1,7 @@
 """Checksums of arrays, computed on the devices before writing and after reading.
 
-A checksum depends on dtype and values, not on the mesh. Computing it reads an array once in
-device memory, and no file a second time.
+A checksum depends on dtype and values, not on the mesh. It is computed from an array in device
+memory, so no file is read a second time.
 """
 
 from collections.abc import Mapping

@@ -296,7 +296,7 @@ class Writer(contextlib.AbstractContextManager):
 
 
 def read_rows(path: str | os.PathLike) -> list[Row]:
-  """Reads metrics rows, without an incomplete last line (after kill -9).
+  """Reads metrics rows. Ignores an incomplete last line, as kill -9 may leave one.
 
   Raises:
     ValueError: a line is not a JSON object with a step; the message names the line.

@@ -34,7 +34,7 @@ class Mirror:
     return has_copy and not (self._workdir / FILE).exists()
 
   def fill(self) -> bool:
-    """Copies the run back to the workdir if `can_fill`. Returns whether it was copied."""
+    """Copies the run back to the workdir if `can_fill`. Returns whether files were copied."""
     if not self.can_fill():
       return False
     # config.json is copied last, since a workdir with config.json counts as a run.

@@ -1,4 +1,4 @@
-"""Detection of NaN and infinity in metrics: a dump of the failing step, and the end of the run.
+"""Detects NaN and infinity in metrics, writes a dump of the failing step, and ends the run.
 
 The dump `failures/<phase>_<step>/` has the training state, the mini-batches and the configuration.
 It is in `checkpoint.directory` if this key is set, and else in the workdir. `python -m

@@ -39,13 +39,13 @@ def _check_required(config: RunConfig) -> None:
     "data.train": (config.data.train, "problems with answers: *.jsonl, *.parquet, tfds:name/split"),
     "data.eval": (
       config.data.eval,
-      "held-out problems, in one of the same forms, or else eval.benchmarks.NAME.data",
+      "held-out problems: *.jsonl, *.parquet, tfds:name/split; or set eval.benchmarks.NAME.data",
     ),
   }
   if not config.samples_prompts:
     del paths["data.train"]
   if config.job == "offline":
-    description = "recorded responses: RUN/rollouts/rl_*.jsonl of a run, or files like them"
+    description = "recorded responses: RUN/rollouts/rl_*.jsonl, or other files of this format"
     paths["offline.data"] = config.offline.data, description
   if config.benchmarks():
     del paths["data.eval"]

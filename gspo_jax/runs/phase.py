@@ -104,7 +104,7 @@ class Phase:
     return step, state, host
 
   def steps(self) -> Iterator[int]:
-    """Yields the numbers of the remaining steps. Raises `Preempted` between two steps.
+    """Yields the numbers of the remaining steps. Raises `Preempted` if the run is to stop.
 
     Warns once if the time between two checks for preemption exceeds the grace period.
     """
@@ -145,7 +145,7 @@ class Phase:
     self._guard.check(dict(phase=self._name) | row, self._state)
 
   def report(self, row: Row) -> None:
-    """Buffers this row of metrics, and writes the row buffered before it.
+    """Buffers this row of metrics, and writes the previous row.
 
     Fetching this row at once would make the devices wait for the host.
     """

@@ -111,7 +111,7 @@ def record(
     for line in [*changes(recorded, config), *_changed_contents(recorded, contents or {})]:
       sys.stderr.write(f"this run resumes with another {line}\n")
     for line in difference(_code(recorded.get("provenance", {})), _code(written)):
-      sys.stderr.write(f"warning: since the last start, {line}\n")
+      sys.stderr.write(f"warning: this run resumes with another {line}\n")
   text = json.dumps(_as_json(config) | dict(provenance=written), indent=2)
   write_whole(workdir / FILE, [text, "\n"])  # Other processes may read the file meanwhile.
 
@@ -220,7 +220,7 @@ def recorded_origins(
 
 
 def first_start(recorded: Mapping[str, Any]) -> datetime.datetime:
-  """Returns the date of a run's first start. If none is recorded, the first host's clock gives it.
+  """Returns the date of a run's first start; the first host's current date if none is recorded.
 
   Chat templates may write the date into prompts, so a resumed run must keep it. Collective: call it
   on all hosts. Raises ValueError if the recorded date is unreadable.

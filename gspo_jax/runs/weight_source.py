@@ -27,7 +27,7 @@ from gspo_jax.settings.model import ModelConfig, from_json
 from gspo_jax.settings.training import LoraConfig
 from gspo_jax.system import files, hosts, hub
 
-PHASES = ("rl", "sft")  # A workdir names a checkpoint of the first of these phases that has any.
+PHASES = ("rl", "sft")  # A workdir names a checkpoint of the first phase with checkpoints.
 RANDOM = "random"
 
 
@@ -80,7 +80,7 @@ class RunCheckpoint:
     """
     if int(self.path.name) in (steps := checkpoint.finished(self.path.parent)):
       return
-    others = f"steps with one: {', '.join(map(str, steps))}" if steps else "this phase has none"
+    others = f"complete steps: {', '.join(map(str, steps))}" if steps else "the phase has none"
     raise ValueError(
       f"{self.key}={name or str(self.path)!r} is not a complete checkpoint; {others}"
     )
@@ -210,8 +210,8 @@ class WeightSource:
   def model(self, configured: ModelConfig) -> ModelConfig:
     """Returns the configuration of the weights' model.
 
-    The result is `configured` if this is the weights' model, if the weights are random or unnamed,
-    or if the other run recorded no model. Raises ValueError for a missing or invalid config.json.
+    The result is `configured` if both are equal, if the weights are random or unnamed, or if the
+    other run recorded no model. Raises ValueError for a missing or invalid config.json.
     """
     if self.name in ("", RANDOM) or (self.checkpoint and not self.checkpoint.model):
       return configured
@@ -240,7 +240,7 @@ class WeightSource:
     if changed := differences(stored, model):
       raise ValueError(
         f"the weights of --config.{self.key}={configured} are another model than the configured "
-        f"one: {', '.join(changed)}. Set these keys to the weights' values, or remove "
+        f"model: {', '.join(changed)}. Set these keys to the weights' values, or remove "
         "--config.model.* and the configuration's variant from the command to use the weights' "
         "model"
       )

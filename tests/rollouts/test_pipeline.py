@@ -441,7 +441,7 @@ def test_the_trainer_has_the_first_devices(mesh, rollout, expected):
 @pytest.mark.parametrize(
   "mesh, rollout, message",
   [
-    ((1, -1, 1, 1), (-1, 1, 1, 1), "mesh.fsdp=-1.*rollout_mesh.data=-1.*at most one size may be -1"),
+    ((1, -1, 1, 1), (-1, 1, 1, 1), "mesh.fsdp=-1.*rollout_mesh.data=-1.*one size may be -1"),
     ((1, -1, 1, 1), (1, 8, 1, 1), "have 0 and 8 devices, but 8 exist"),
     ((1, 6, 1, 1), (1, 3, 1, 1), "rollout_mesh.fsdp=3.*have 6 and 3 devices, but 8 exist"),
     ((1, 6, 1, 1), (-1, 4, 1, 1), "rollout_mesh.data=-1"),

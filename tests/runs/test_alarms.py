@@ -150,7 +150,7 @@ def test_a_tenth_clipped_by_the_mismatch_alone_is_said_once():
   first, *others = [sampler_row(s, distance) for s, distance in enumerate((1.5e-4, 1e-4, 1.5e-4))]
   steps, printed = run([first, *others])
   assert steps == {"warning/mismatch_clips": [0]} and len(printed) == 1
-  assert "11% of the responses are outside the clip range of 0.0003" in printed[0]
+  assert "11% of the responses outside the clip range of 0.0003" in printed[0]
   ways = ("old_logp=recompute", "clip_high", "old_logp=behaviour")
   assert all(way in printed[0] for way in ways)
   assert run(others, Alarms(CONFIG, [first])) == ({}, []), "resumed"

@@ -231,7 +231,7 @@ def test_a_forced_start_with_the_same_arrays_goes_on(pupil):
   "below, changes, message",
   [
     ("", dict(model__num_layers=2), "another model .*: model.num_layers=2 and not 1. Set these"),
-    ("checkpoints/sft/3", {}, r"not a complete checkpoint; steps with one: 2, 4"),
+    ("checkpoints/sft/3", {}, r"not a complete checkpoint; complete steps: 2, 4"),
     ("checkpoints", {}, "config.json"),
     ("nowhere", {}, "is not a directory: set it to a Hugging Face directory .*, to the workdir of"),
   ],
