@@ -27,7 +27,7 @@ BOXED = "{question}\nPlease reason step by step, and put your final answer withi
 def base() -> ConfigDict:
   """Returns the default configuration, with all keys."""
   values = section(RunConfig())
-  # A dict from losses to options, for options that a run does not set. It is no declared key.
+  # A dict from losses to options, for options that a run does not set. It is not declared.
   values.objective.tuned = ConfigDict()
   return values
 

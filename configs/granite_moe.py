@@ -12,7 +12,7 @@ an H100 an update takes 26.2 of 73 GiB, and decoding 19.6.
 
 Each layer has 32 experts, and a token uses 8 of them. An update may change the choice of experts.
 This is the paper's reason for GSPO in mixtures of experts. Runs of GSPO and of GRPO measure how
-often it happens.
+often the choice changes.
 
 configs/granite_moe.py:tiny is a test of the set-up, with a small random model and the byte
 tokenizer. It needs only the two data files, and its reward stays near 0.

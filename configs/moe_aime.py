@@ -23,8 +23,8 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
   config = common.base()
   config.update(
     # According to the compiler, xla="sparsecore" overlaps most of the communication with compute
-    # (docs/sharding.md). At full size, remat="auto" chooses "both". With prefetch=True, which takes
-    # 13.5 GiB more, it would choose "attention". This costs more time than prefetch=True saves.
+    # (docs/sharding.md). At full size, remat="auto" means "both". prefetch=True would take 13.5 GiB
+    # more, so that remat="auto" would mean "attention". "both" saves more time than prefetch=True.
     compute=dict(dtype="bfloat16", expert_chunk=8192, remat="auto", xla="sparsecore"),
     reward=dict(name="math", time_limit_s=5.0),
     # Old log-probs are the sampler's (§5.4), so its cache has the trainer's dtype. In int8 (with
@@ -51,10 +51,10 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
   else:
     config.update(
       distributed=True,
-      weights="",  # Required: Qwen3-30B-A3B-Base after its cold start (§5.1).
+      weights="",  # Required: Qwen3-30B-A3B-Base after a cold start, as in §5.1.
       model=common.model(common.size("Qwen3.5-35B-A3B" if arg else "Qwen3-30B-A3B-Base")),
       compute=dict(logits_chunk=2048),  # Qwen3 has 151,936 logits per token, Qwen3.5 has 248,320.
-      engine=dict(slots=1024),  # `aot --search` recommends this, for a mean of 8,192 tokens.
+      engine=dict(slots=1024),  # From `aot --search`, for a mean response of 8,192 tokens.
       # The torus of 64 chips has three sides of 4. Two sides form the axis fsdp, one the axis
       # expert. The sampler's experts are split over fsdp alone, 16 chips, so tokens travel less far
       # than over all 64 chips. `aot` estimates 321 s of sampling per iteration instead of 362 s.
@@ -67,7 +67,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         max_prompt_tokens=2048,
       ),
       reward=dict(workers=16),
-      sampling=dict(max_new_tokens=30_720),  # With the prompt, Qwen3's window of 32,768 tokens.
+      sampling=dict(max_new_tokens=30_720),  # Prompt and response fill Qwen3's window of 32,768.
       # An update has 1,024 responses, as in arXiv:2512.01374, and a micro-batch has 64 rows.
       rl=dict(iterations=1000, prompts=256, group_size=16, microbatches=16, packed=True),
       checkpoint=dict(every=10),

@@ -39,7 +39,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     rl=dict(iterations=30, prompts=16, group_size=8),
     rl_optimizer=dict(learning_rate=1e-5),
     eval=dict(every=10, problems=160, samples=2, batch=160),
-    alarms=dict(ratio=0.03),  # Ratios of short responses vary more: they average over ten tokens.
+    alarms=dict(ratio=0.03),  # Ratios average over only ten tokens, so they vary much.
   )
   if common.variant(arg, "svamp"):
     config.update(

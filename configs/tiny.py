@@ -30,7 +30,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       num_kv_heads=4,
     ),
     mesh=dict(data=-1, fsdp=1),  # Splitting such a small model gains nothing.
-    engine=dict(steps=5),  # A response has ten tokens.
+    engine=dict(steps=5),  # Half of a response's ten tokens.
     objective=dict(
       # These ranges are a hundred times the paper's. A response's ratio averages over ten tokens
       # instead of thousands, so it varies more.

@@ -129,8 +129,9 @@ ALARMS = {
     "The sampler's rounding alone puts more than a tenth of the responses outside the clip range.",
     "Choose one of three remedies. objective.old_logp=recompute lets ratios begin at 1, and costs "
     "a forward pass of the trainer. Larger objective.clip_low and objective.clip_high cost no "
-    "time, but permit larger updates. objective.old_logp=behaviour with objective.correction.name=masked "
-    "costs a forward pass too, and drops responses outside the range of the correction.",
+    "time, but permit larger updates. objective.old_logp=behaviour with "
+    "objective.correction.name=masked costs a forward pass too, and drops responses outside the "
+    "range of the correction.",
     "clip_fraction/sequence",
     "docs/sampling.md#rollouts-in-eight-bits",
   ),
