@@ -83,7 +83,7 @@ def export(
       params = checkpoint.load_with_adapters(model, mesh)
       peft.save(directory, params, model, checkpoint.adapters, _base(checkpoint, base))
     else:
-      # float16 has no values above 65504. Float32 has them, so that `save` can report them.
+      # `save` reports values above 65504, the largest float16. Float32 keeps them until then.
       loaded = checkpoint.load(model, mesh, "float32" if dtype == "float16" else dtype)
       hf.save(directory, loaded, model, dtype=dtype, more=ids, like=_published(checkpoint))
   generation = directory / "generation_config.json"

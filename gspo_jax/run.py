@@ -43,7 +43,8 @@ class Scoring:
 
   # Scorers by name of the verifier. On all hosts but the first, each value is None.
   scorers: Mapping[str, rewards.Scorer | None]
-  signals: Signals | None = None  # None on all hosts but the first, or without constraints.
+  # None on all hosts but the first, and if there are no constraints.
+  signals: Signals | None = None
 
 
 @dataclasses.dataclass(frozen=True)

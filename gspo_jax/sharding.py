@@ -204,7 +204,7 @@ def einsum(
 
 
 def project(equation: str, x: jax.Array, w: jax.Array, out: P) -> jax.Array:
-  """`einsum` of activations with a weight; all letters in both factors are contracted.
+  """`einsum` of activations with a weight. Every shared letter is contracted.
 
   The gradient of `w` is a product with `x` as its first factor. JAX would put the cotangent first.
   XLA on CPU would then compute the cotangent's inputs, such as an activation's derivative, in
@@ -250,7 +250,7 @@ def gather(x: jax.Array, pspec: P) -> jax.Array:
   """Gathers `x` over "fsdp" into `pspec`, a spec without batch axes.
 
   The transpose sums a gradient in two steps: first over "fsdp", where each device keeps one part,
-  and then this part over the other batch axes. A single step would sum whole gradients over all.
+  and then this part over the other batch axes. A single step would sum whole gradients.
   """
   if without_mesh():
     return x

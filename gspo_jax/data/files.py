@@ -20,7 +20,7 @@ from gspo_jax.settings.data import DataError
 from gspo_jax.system import jsons
 from gspo_jax.system.files import located
 
-# A row has three items: file and line, for messages; a default id; a function that decodes the row.
+# A row has its place (file and line, for messages), its default id, and a function to decode it.
 Row = tuple[str, str, Callable[[], Any]]
 Numbered = Iterator[tuple[int, Callable[[], Any]]]  # Number of a row in its file, and decoder.
 _MAGIC = r"[*?\[]"  # Characters of patterns.

@@ -276,7 +276,7 @@ def epoch_of(source: Source) -> int:
 
 
 def _contents(source: Source) -> str:
-  """Identifies rows by number and checksum. For an embedded task, only some rows are read."""
+  """Identifies rows by number and checksum. Of an embedded task, only some rows count."""
   if isinstance(source, Mixture):
     return f"{source.weights}: {', '.join(map(_contents, source.sources))}"
   indices = probe(len(source)) if isinstance(source, Embedded) else range(len(source))
@@ -287,7 +287,7 @@ def _contents(source: Source) -> str:
 
 
 def rendered(source: Source) -> str:
-  """Returns a checksum of tokens and demonstrations. Of an embedded task, only some are read."""
+  """Returns a checksum of tokens and demonstrations. Of an embedded task, only some rows count."""
   if isinstance(source, Mixture):
     return " ".join(map(rendered, source.sources))
   indices = probe(len(source)) if isinstance(source, Embedded) else range(len(source))

@@ -12,7 +12,8 @@ from etils import epath
 
 from gspo_jax.data.special_tokens import TokenizerError
 
-# Arguments of every template. A template may test `tools is none`, False for a missing argument.
+# Arguments of every template. A template may test `tools is none`. If the argument were missing,
+# this would be False.
 UNSET = dict[str, Any](tools=None, documents=None)
 FOLDER = "additional_chat_templates"  # Folder of further templates, beside chat_template.jinja.
 

@@ -54,7 +54,7 @@ class Alarms:
     if norm:  # The median excludes norms of 0, such as those of a task that is still too hard.
       usual = statistics.median(self._norms) if len(self._norms) == WINDOW else math.inf
       if c.grad_norm and norm > c.grad_norm * usual:
-        yield "grad_norm", f"gradient norm {norm:.3g}, with a median of {usual:.3g} so far"
+        yield "grad_norm", f"gradient norm {norm:.3g}, and the median before is {usual:.3g}"
       self._norms.append(norm)
     trained = row.get("ratio/mean") != 0  # The mean ratio is 0 if no token was trained on.
     if c.entropy and entropy is not None and entropy < c.entropy and trained:

@@ -1,6 +1,6 @@
 """Checkpoints with Orbax: the training state (arrays) and the host state (JSON).
 
-The host state is a dict with three keys. `position` has the position in the data, among others.
+The host state is a dict with three keys. `position` locates the resume point, for example in the data.
 `pending` is a metrics row still to be reported, or None. `rows` is the number of rows in
 metrics.jsonl.
 
@@ -58,7 +58,7 @@ class Checkpointer:
     self.directory, self.config = config.phase_directory(workdir, phase), config
     # The best checkpoint has the largest `_sign` times metric `_best`.
     self._best, self._sign = config.best, 1 if config.best_is == "largest" else -1
-    self._last = time.monotonic()  # Time of the last save, or before any save of the opening.
+    self._last = time.monotonic()  # Time of the last save; at first, time of the opening.
     self._mirror = Mirror(workdir, config.directory)
     self._failure: BaseException | None = None  # Error of a failed save.
     rules = [policies.LatestN(config.keep)]
