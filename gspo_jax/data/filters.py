@@ -35,9 +35,9 @@ class Condition:
 
   Two numbers are compared as numbers. If one side is a number and the other a text with only one
   number (`Level 3`, `12 kyu`), these two numbers are compared. Two texts are compared as texts. If
-  two texts differ in one number only, this number gives their order. Dates are ordered
-  correctly if they begin with the year. `=~` and `!~` search for a regular expression. A null field
-  fails `<`, `<=`, `>` and `>=`. `==`, `!=`, `=~` and `!~` take a null field as an empty text.
+  two texts differ in one number only, this number gives their order. Dates are ordered correctly if
+  they begin with the year. `=~` and `!~` search for a regular expression. A null field fails `<`,
+  `<=`, `>` and `>=`. `==`, `!=`, `=~` and `!~` take a null field as an empty text.
   """
 
   field: str

@@ -1,7 +1,7 @@
 """Checkpoints with Orbax: the training state (arrays) and the host state (JSON).
 
-The host state is a dict with three keys. `position` locates the resume point, for example in the data.
-`pending` is a metrics row still to be reported, or None. `rows` is the number of rows in
+The host state is a dict with three keys. `position` locates the resume point, such as the place in
+the data. `pending` is a metrics row still to be reported, or None. `rows` is the number of rows in
 metrics.jsonl.
 
 Orbax writes to a temporary path, and renames it at the end. So a killed process leaves either a

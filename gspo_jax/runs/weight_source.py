@@ -210,8 +210,8 @@ class WeightSource:
   def model(self, configured: ModelConfig) -> ModelConfig:
     """Returns the configuration of the weights' model.
 
-    The result is `configured` if it equals the weights' model, if the weights are random or unnamed,
-    or if the other run recorded no model. Raises ValueError for a missing or invalid config.json.
+    The result is `configured` if it is equal, if the weights are random or unnamed, or if the other
+    run recorded no model. Raises ValueError for a missing or invalid config.json.
     """
     if self.name in ("", RANDOM) or (self.checkpoint and not self.checkpoint.model):
       return configured
