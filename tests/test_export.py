@@ -108,7 +108,7 @@ def test_an_earlier_checkpoint_in_half_precision(trained, tmp_path):
 def test_what_cannot_be_exported_is_said_in_one_line(trained, tmp_path, capsys):
   workdir, *_ = trained
   for arguments, message in (
-    ([str(tmp_path / "nowhere"), str(tmp_path / "out")], "is not the workdir of a run"),
+    ([str(tmp_path / "nowhere"), str(tmp_path / "out")], "is neither the workdir nor"),
     ([str(workdir / "checkpoints/sft/7"), str(tmp_path / "out")], "complete steps: 1, 2"),
     ([str(workdir), str(workdir)], "exists and is not empty: give a new name"),
   ):
