@@ -24,7 +24,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 CHUNK = 64  # Positions of a chunk: for H = J = 128, the products within and between chunks balance.
 GROUP = 16  # Maximum number of chunks that are computed in parallel, except for their states.
-ROWS = 16  # Rows of a block of a chunk's matrix that is inverted by substitution.
 INVERSE = "delta_inverse"  # Name of inverses, which the backward pass does not compute again.
 
 
@@ -187,46 +186,22 @@ def _last_segment(segment_BT: jax.Array, before_B: jax.Array) -> jax.Array:
 def inverse(a_ij: jax.Array) -> jax.Array:
   """(I + A)⁻¹ for strictly lower triangular matrices A [..., i, j].
 
-  Inverts diagonal blocks of `ROWS` rows, and then of 2, 4, ... times as many: a block of twice the
-  size with halves X and Y and the part A' below its diagonal has the inverse
-  [[X⁻¹, 0], [-Y⁻¹ A' X⁻¹, Y⁻¹]]. The sum of powers of A would need fewer products, but its terms
-  grow exponentially for equal keys.
+  Inverts diagonal blocks of 2, 4, 8, ... rows: a block with halves X and Y and the part A' below
+  its diagonal has the inverse [[X⁻¹, 0], [-Y⁻¹ A' X⁻¹, Y⁻¹]]. The sum of powers of A would need
+  fewer products, but its terms grow exponentially for equal keys.
   """
-  size = a_ij.shape[-1]
-  padding = -size % min(ROWS, size)
-  a_ij = jnp.pad(a_ij, [(0, 0)] * (a_ij.ndim - 2) + [(0, padding)] * 2)
   # On TPU rounds to 16 bits: far less than the rule's other products.
   product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGH)
-  index, rows = np.arange(size + padding), min(ROWS, size)
-  x_ij = _invert_blocks(a_ij, rows)
-  while rows < size:
+  index = np.arange(a_ij.shape[-1])
+  x_ij, rows = jnp.broadcast_to(np.eye(len(index), dtype=a_ij.dtype), a_ij.shape), 1
+  while rows < len(index):
     block = index // rows
     below = (block[:, None] % 2 == 1) & (block[:, None] == block[None] + 1)
     part_ij = jnp.where(np.broadcast_to(below, a_ij.shape), a_ij, 0)
-    x_ij = x_ij - product(product(x_ij, part_ij), x_ij)
+    # With single rows X and Y are 1.
+    x_ij = x_ij - (part_ij if rows == 1 else product(product(x_ij, part_ij), x_ij))
     rows *= 2
-  return x_ij[..., :size, :size]
-
-
-def _invert_blocks(a_ij: jax.Array, rows: int) -> jax.Array:
-  """Inverts I + A in each diagonal block of `rows` rows; other elements are 0.
-
-  Substitutes row by row in all blocks together. Matrix units would be mostly idle for such blocks.
-  """
-  *batch, size, _ = a_ij.shape
-  number = size // rows
-  blocks = a_ij.reshape(*batch, number, rows, number, rows)
-  blocks_brs = jnp.stack([blocks[..., b, :, b, :] for b in range(number)])
-  a_rsX = jnp.moveaxis(blocks_brs, (-2, -1), (0, 1)).reshape(rows, rows, -1)
-  eye = np.broadcast_to(np.eye(rows, dtype=a_ij.dtype)[..., None], a_rsX.shape)
-  x_rsX = jnp.asarray(eye[:1])
-  for r in range(1, rows):
-    below_1sX = jnp.sum(a_rsX[r, :r, None] * x_rsX, axis=0, keepdims=True)
-    x_rsX = jnp.concatenate([x_rsX, eye[r : r + 1] - below_1sX])
-  x_brs = jnp.moveaxis(x_rsX.reshape(rows, rows, number, *batch), (2, 0, 1), (-3, -2, -1))
-  diagonal = np.eye(number, dtype=bool)[:, None, :, None]
-  x_brbs = jnp.where(np.broadcast_to(diagonal, blocks.shape), x_brs[..., None, :], 0)
-  return x_brbs.reshape(a_ij.shape)
+  return x_ij
 
 
 def _inverse_forward(a_ij):
