@@ -32,6 +32,8 @@ ID_FIELDS = ("id", "ID", "task_id", "unique_id", "question_id", "problem_id")
 JSON = "json:"
 # Maximum number of characters of a field in `Prompt.info`, to limit memory.
 MAX_INFO = 1000
+# Names of special tokens that stand for an image, a video or a sound, such as <|image_pad|>.
+_MEDIA = re.compile(r"<[^<>]*(?:image|video|vision|audio)[^<>]*>|\[IMG[^\[\]]*\]")
 
 
 # Prompts of LiveCodeBench (lcb_runner/prompts/code_generation.py).
@@ -137,6 +139,7 @@ def prompt(
     template = form.starter_template.replace("{starter}", str(starter))
   messages = [*before, tokenizer.user_turn(question, template)]
   text = tok.chat(messages)
+  _require_text_only(tok, text)
   tokens = tuple(tok.encode(text))
   if not all(c.keeps(len(tokens)) for c in filters if c.field == TOKENS):
     return None
@@ -151,6 +154,16 @@ def prompt(
   thinks = text.rstrip().endswith("<think>")
   demonstration = replies.continuation(tok, messages, text, demonstration)
   return structs.Prompt(row_id, question, answer, tokens, demonstration, info, thinks)
+
+
+def _require_text_only(tok: tokenizer.Tokenizer, text: str) -> None:
+  """Raises BadRow if a rendered prompt has a special token of an image, a video or a sound."""
+  for match in _MEDIA.finditer(text):
+    if len(tok.encode(match[0])) == 1:
+      raise BadRow(
+        f"the prompt has the token {match[0]}, and only text is supported, no image, video or"
+        " sound. Remove it from the row, or drop such rows with `where FIELD!~TOKEN`"
+      )
 
 
 def _messages(row: Mapping[str, Any], form: Format) -> list[dict[str, Any]]:

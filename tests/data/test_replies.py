@@ -1,5 +1,6 @@
 """Responses after their prompts, as chat templates write them: against transformers."""
 
+import functools
 import json
 
 import numpy as np
@@ -8,7 +9,8 @@ import transformers
 from support import data_cases
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from gspo_jax.data import recorded, replies, sources, tokenizer
+from gspo_jax.data import formats, recorded, replies, sources, tokenizer
+from gspo_jax.data.files import BadRow
 from gspo_jax.settings.data import DataConfig
 
 STOP = "<|im_end|>"
@@ -255,3 +257,23 @@ def test_a_template_s_space_is_written_once(prepends, tmp_path):
   messages = [dict(role="user", content="1+1?"), dict(role="assistant", content=PLAIN)]
   expected = theirs.apply_chat_template(messages, return_dict=False)
   assert ids == expected[: len(ids)] and ids[-1] == tok.stop_ids[0]
+
+
+@pytest.mark.parametrize("field", ["question", "demonstration"])
+def test_prompts_with_images_are_refused_by_the_row(field, tmp_path):
+  directory = tmp_path / "tokenizer"
+  directory.mkdir()
+  checkpoint(directory, "{% for m in messages %}{{ m.content }}{% endfor %}")
+  tok = Tokenizer.from_file(str(directory / "tokenizer.json"))
+  tok.add_special_tokens(["<|image_pad|>"])
+  tok.save(str(directory / "tokenizer.json"))
+  tok = tokenizer.load(str(directory))
+  row = dict(question="1 + 1?", answer="2", demonstration="2")
+  row[field] = f"<image>: {row[field]} [IMG] <|image_pad|>"
+  form = formats.Format("question", "answer", demonstration="demonstration", template="{question}")
+  read = functools.partial(formats.prompt, form=form, tok=tok, max_tokens=100, default_id="0")
+  if field == "question":
+    with pytest.raises(BadRow, match=r"the token <\|image_pad\|>, and only text is supported"):
+      read(row)
+    row[field] = row[field].replace("<|image_pad|>", "")  # Other names are text.
+  assert read(row).question == row["question"]
