@@ -178,8 +178,7 @@ def segment_loss(
   batch. "token" and "constant" are those of `grpo_loss`.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] ×2 -> scalar.
-  Reference: an addition to arXiv:2507.18071, which has Eq. 7 and 14 for whole responses. GSsPO
-  (arXiv:2602.01202) also has a ratio per sub-sequence, according to its abstract.
+  Reference: extends Eq. 7 and 14 of arXiv:2507.18071. See also GSsPO, arXiv:2602.01202.
   `length_exponent` and `clip_exponent` are those of `gspo_loss`, for the length of a segment.
 
   Example:

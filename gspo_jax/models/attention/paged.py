@@ -151,8 +151,7 @@ def _kernel(
     begin = jnp.maximum(last - scores.window + 1, 0) // S if scores.window else 0
     return begin, last // S
 
-  # Each buffer has two sides, one for the current page and one for the next page.
-  def fetch(row, i, side, method):
+  def fetch(row, i, side, method):  # A page is on the other side of a buffer than the next page.
     page = table[(row0 + row) * width + i]
     for n, (source, target) in enumerate(zip(stored, buffers)):
       copy = pltpu.make_async_copy(source.at[page], target.at[side], fetched.at[n, side])
@@ -191,8 +190,7 @@ def _kernel(
 
       return 1 - side, highest, old * total + weight.sum(-1, keepdims=True), old * sums + value
 
-    # A sink counts as a first score, with weight 1 and no value.
-    zeros = jnp.zeros((K, n, 1), jnp.float32)
+    zeros = jnp.zeros((K, n, 1), jnp.float32)  # A sink is a first score of weight 1, with no value.
     start = (zeros + sinks[0][:, :, :1], zeros + 1) if sinks else (zeros + NEGATIVE, zeros)
     carry = (side, *start, jnp.zeros((K, n, H), jnp.float32))
     side, _, total, sums = jax.lax.fori_loop(begin, last + 1, attend_page, carry)

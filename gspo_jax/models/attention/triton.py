@@ -81,8 +81,7 @@ def attend(
     interpret=sharding.platform() != "gpu",
     name="cache_attention",
   )
-  # `aot` reads this name. Its number of FLOPs is for full rows.
-  with jax.named_scope(f"flops={4 * q_BNH.size * S}"):
+  with jax.named_scope(f"flops={4 * q_BNH.size * S}"):  # For full rows; `aot` reads this name.
     y_BKPrH, lse_BKPr = call(position_B, q_BKrH, k_BKHS, v_BKSH)
   share_BKPr1 = jax.nn.softmax(lse_BKPr, axis=2)[..., None]
   y_BKrH = y_BKPrH[:, :, 0] if parts == 1 else (y_BKPrH * share_BKPr1).sum(2)
