@@ -115,7 +115,7 @@ def sampling(spec: dict[str, Any]) -> dict[str, tuple[Callable, tuple[Any, ...]]
   workload = workload_of(spec, spec["new"])
   size = sizes(workload, engine, 1)
   params = abstract_params(config, mesh, sharding.ROLLOUT, "bfloat16")
-  params = _placed(jax.eval_shape(transformer.decoding_params, params))
+  params = _placed(jax.eval_shape(lambda p: transformer.decoding_params(p, config), params))
   new_state = functools.partial(slots.new_state, stop_ids=1, dtype=engine.cache_dtype)
   state = _placed(jax.eval_shape(lambda: new_state(config, params.depths, size)))
   options = dict(model=config, compute=compute_of(spec), record_routing=False)

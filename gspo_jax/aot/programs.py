@@ -280,7 +280,7 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
   options = dict(model=c.model, compute=c.sampler_compute, record_routing=workload.record_routing)
   with use_mesh(mesh):
     size = sizes(workload, engine, shards)
-    params = jax.eval_shape(transformer.decoding_params, params)
+    params = jax.eval_shape(lambda p: transformer.decoding_params(p, c.model), params)
     state = jax.eval_shape(
       lambda: slots.new_state(
         c.model,

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from gspo_jax import sharding
 from gspo_jax.models.attention import attention
 from gspo_jax.models.experts import groups
-from gspo_jax.settings.model import ComputeConfig, ModelConfig
+from gspo_jax.settings.model import ComputeConfig, ModelConfig, Scan
 from gspo_jax.system import accelerators
 
 
@@ -108,11 +108,17 @@ def saved_bytes(config: ModelConfig, policy: str, itemsize: int) -> float:
   return bytes_
 
 
+def prefetches(scan: Scan) -> bool:
+  """Whether `compute.prefetch` applies: to several steps, with experts in all layers."""
+  return scan.steps > 1 and all(stack.kind.moe for stack in scan.stacks)
+
+
 def prefetched(config: ModelConfig, compute: ComputeConfig) -> float:
   """Returns the bytes of experts' weights gathered by `compute.prefetch`, per device."""
   if not compute.prefetch:
     return 0.0
-  layers = sum(number for kind, number in config.runs() if kind.moe and number > 1)
+  scans = filter(prefetches, config.scans())
+  layers = sum(len(stack.layers) for scan in scans for stack in scan.stacks)
   weights = 3 * config.num_experts * config.hidden_size * config.moe_intermediate_size
   parts = sharding.axis_size("expert") * sharding.axis_size("tensor")
   return layers * weights / parts * jnp.dtype(compute.dtype).itemsize

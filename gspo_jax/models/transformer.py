@@ -4,7 +4,6 @@ One `forward` serves training, scoring, prefill and decoding. `config.family` na
 family, such as Qwen3 or Llama: a file of `families` declares its weights and its layer.
 """
 
-import functools
 import math
 from typing import Any
 
@@ -14,27 +13,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspo_jax import sharding
-from gspo_jax.models import gated_delta, head, layers, lora, remat, weights
+from gspo_jax.models import head, layer_scan, layers, remat, weights
 from gspo_jax.models.attention import attention
 from gspo_jax.models.attention.attention import Paths, Tree
 from gspo_jax.models.attention.cache import Cache
 from gspo_jax.models.attention.pages import Pages
-from gspo_jax.models.experts import moe
-from gspo_jax.models.experts.moe import ExpertWeights, RouterStats
+from gspo_jax.models.experts.moe import RouterStats
 from gspo_jax.models.families.lookup import family
 from gspo_jax.models.head import head_logits, token_logp  # noqa: F401, for callers of `forward`
-from gspo_jax.models.weights import InStack, Params
-from gspo_jax.settings.model import REFERENCE, ComputeConfig, Kind, ModelConfig
+from gspo_jax.models.weights import Params
+from gspo_jax.settings.model import REFERENCE, ComputeConfig, ModelConfig
 from gspo_jax.sharding import BATCH, P, Rules
-
-UNROLLED = 8  # On CPU, models of at most this many layers are unrolled instead of scanned.
 
 
 def table(config: ModelConfig) -> Params:
   """Declares every weight of the model once."""
   w = weights.weight_factory(config)
   block_table = family(config).block_table
-  blocks = tuple(block_table(config, kind, number) for kind, number in config.runs())
+  blocks = tuple(block_table(config, kind, len(layers)) for kind, layers in config.stacks())
   return Params(
     embed=w("VD", fan_in="D"),
     blocks=blocks,
@@ -64,7 +60,7 @@ def check_attention(config: ModelConfig, compute: ComputeConfig, shared_prompts:
       f"{sharding.platform()!r}: set it to auto"
     )
   name, dtype = compute.attention, compute.dtype
-  for kind in {kind for kind, _ in config.runs() if not kind.linear}:
+  for kind in {stack.kind for stack in config.stacks() if not stack.kind.linear}:
     scores = layers.scores_of(config, kind.local)
     attention.choose(name, 1, dtype, scores, shared_prompts, config.head_dim)
 
@@ -113,20 +109,21 @@ def remat_of(config: ModelConfig, compute: ComputeConfig, tokens: int) -> str:
   return remat.choose(config, compute, sharding.rows_per_device(tokens), parameters)
 
 
-def decoding_params(params: Params) -> Params:
+def decoding_params(params: Params, config: ModelConfig) -> Params:
   """Unstacks the layers for decoding, except on TPU.
 
   A loop over stacked layers is slower on CPU and GPU: at every decode step it copies each layer's
   weights out of the stack. On GPU it also copies the layer's part of the cache.
   """
-  return params if sharding.platform() == "tpu" else unstack(params)
+  return params if sharding.platform() == "tpu" else unstack(params, config)
 
 
-def unstack(params: Params) -> Params:
-  """Splits the parameters into blocks of one layer each."""
-  depths = zip(params.blocks, params.depths)
-  layers = [(block, i) for block, depth in depths for i in range(depth)]
-  return params.replace(blocks=tuple(_layer_of(block, i) for block, i in layers))
+def unstack(params: Params, config: ModelConfig) -> Params:
+  """Splits the parameters into blocks of one layer each, in the layers' order."""
+  blocks = {}
+  for block, stack in zip(params.blocks, config.stacks(params.depths), strict=True):
+    blocks |= {layer: _layer_of(block, i) for i, layer in enumerate(stack.layers)}
+  return params.replace(blocks=tuple(blocks[layer] for layer in sorted(blocks)))
 
 
 @jax.jit
@@ -180,31 +177,50 @@ def forward(
   dtype = jnp.dtype(compute.dtype)
   x_BTD = _embed(params, config, tokens_BT, dtype)
   placement = dict(positions_BT=positions, segments_BT=segments, tree=tree, from_start=from_start)
-  policy = remat_of(config, compute, B * T)
-
-  caches, experts, stats, first, moe_layers = [], [], [], 0, 0
-  for i, (block, depth) in enumerate(zip(params.blocks, params.depths)):
-    replayed_experts = None
-    if routing is not None and config.is_moe(first):
-      replayed_experts = jnp.asarray(routing[moe_layers : moe_layers + depth])
-      moe_layers += depth
-    kv = None if cache is None else cache.block(i)
-    x_BTD, kv, block_experts, block_stats = _apply_block(
-      x_BTD, kv, block, replayed_experts, (first, depth), policy, config, compute, **placement
-    )
-    caches.append(kv)
-    first += depth
-    if block_experts is not None:
-      experts.append(block_experts)
-      stats.append(block_stats)
-
+  x_BTD, caches, (experts_lBTk, stats) = _apply_layers(
+    x_BTD, params, config, cache, routing, compute, **placement
+  )
   final_norm = sharding.reshard(params.final_norm.astype(dtypes(config, dtype).final_norm), P())
   return Output(
     hidden_BTD=family(config).norm(x_BTD, final_norm, config.rms_norm_eps),
     cache=None if cache is None else cache.with_blocks(caches),
-    routing_lBTk=jnp.concatenate(experts) if experts else None,
-    stats=jax.tree.map(lambda *xs: jnp.concatenate(xs), *stats) if stats else None,
+    routing_lBTk=experts_lBTk,
+    stats=stats,
   )
+
+
+def _apply_layers(
+  x_BTD: jax.Array,
+  params: Params,
+  config: ModelConfig,
+  cache: Cache | Pages | None,
+  routing: jax.Array | None,
+  compute: ComputeConfig,
+  **placement,
+) -> tuple[jax.Array, list, tuple]:
+  """Applies all layers; returns hidden states, caches, and (chosen experts, router statistics).
+
+  The arguments are those of `forward` and `layer_scan.apply`.
+  """
+  B, T, _ = x_BTD.shape
+  policy = remat_of(config, compute, B * T)
+  caches, routed, moe_layers = [], [], 0
+  for scan in config.scans(params.depths):
+    first, end = len(caches), len(caches) + len(scan.stacks)
+    kvs = [None if cache is None else cache.block(i) for i in range(first, end)]
+    count = sum(len(stack.layers) for stack in scan.stacks if stack.kind.moe)
+    replayed_experts = None
+    if routing is not None and count:
+      replayed_experts = jnp.asarray(routing[moe_layers : moe_layers + count])
+    blocks, moe_layers = params.blocks[first:end], moe_layers + count
+    x_BTD, kvs, outputs = layer_scan.apply(
+      x_BTD, kvs, blocks, replayed_experts, scan, policy, config, compute, **placement
+    )
+    caches += kvs
+    routed += [outputs] if count else []
+  if not routed:
+    return x_BTD, caches, (None, None)
+  return x_BTD, caches, jax.tree.map(lambda *xs: jnp.concatenate(xs), *routed)
 
 
 def _embed(params: Params, config: ModelConfig, tokens_BT: jax.Array, dtype: Any) -> jax.Array:
@@ -213,176 +229,6 @@ def _embed(params: Params, config: ModelConfig, tokens_BT: jax.Array, dtype: Any
   if (scale := family(config).embed_scale(config)) != 1:
     x_BTD = x_BTD * jnp.asarray(scale, dtype)
   return x_BTD
-
-
-def _apply_block(
-  x_BTD,
-  kv,
-  block,
-  replayed_experts_lBTk,
-  span: tuple[int, int],
-  policy: str,
-  config: ModelConfig,
-  compute: ComputeConfig,
-  **placement,
-):
-  """Applies a block: consecutive layers of one kind, with stacked weights.
-
-  Returns hidden states, cache, and chosen experts and router statistics by layer.
-
-  Args:
-    kv: cache of the block's layers. None if there is no cache.
-    replayed_experts_lBTk: replaces the router's choice. None means no replay.
-    span: index of the block's first layer, and number of layers.
-    policy: name of the rematerialisation policy. A pass with a cache has no gradient and ignores
-      the policy.
-    placement: positions, segments, `tree` and `from_start`, as in `layers.attend`.
-  """
-  (first, depth), block_table = span, family(config).block_table
-  kind = config.kind(first)
-  layer = functools.partial(_layer, config=config, compute=compute, kind=kind, **placement)
-  if policy != "none" and kv is None:
-    layer = jax.checkpoint(layer, policy=remat.POLICIES[policy], prevent_cse=False)
-  if kv is not None:
-    block, layer = _experts_in_stack(block_table(config, kind, 1), block, layer)
-  # The scan carries the cache, and so updates it in place. As an input and an output of the scan
-  # the cache would exist twice.
-  carry, inputs = (x_BTD, kv), (np.arange(depth), block, replayed_experts_lBTk)
-  if compute.prefetch and kv is None and depth > 1 and kind.moe:
-    declared = block_table(config, kind, 1)
-    stack, other_weights = _experts_of(config, kind, block), _without_experts(declared, block)
-    layer, gathered, next_experts = _prefetch_experts(layer, stack, compute)
-    carry, inputs = (
-      (*carry, gathered),
-      (np.arange(depth), other_weights, replayed_experts_lBTk, next_experts),
-    )
-  unroll = sharding.platform() == "cpu" and config.num_layers <= UNROLLED
-  (x_BTD, kv, *_), (experts, stats) = _over_layers(
-    lambda carry, inputs: layer(*carry, *inputs), carry, inputs, unroll
-  )
-  return x_BTD, kv, experts, stats
-
-
-def _experts_in_stack(table, block, layer):
-  """Excludes experts' weights from the inputs of the scan.
-
-  Returns the block without these weights, and a wrapper of `layer` for such a block. The wrapper
-  passes each weight of the experts to `layer` as an `InStack`, a reference into the block's stack.
-  """
-
-  def with_experts(x_BTD, kv, index, other_weights, replayed_experts_BTk):
-    whole = jax.tree.map(
-      lambda w, x, stack: InStack(stack, index) if w.is_expert else x, table, other_weights, block
-    )
-    return layer(x_BTD, kv, index, whole, replayed_experts_BTk)
-
-  return _without_experts(table, block), with_experts
-
-
-def _without_experts(table, block):
-  return jax.tree.map(lambda w, x: None if w.is_expert else x, table, block)
-
-
-def _experts_of(config: ModelConfig, kind: Kind, block) -> ExpertWeights:
-  """Returns the experts' weights of a block, stacked over its layers."""
-  weights, whole = jax.tree.flatten(family(config).block_table(config, kind, 1))
-  pairs = zip(weights, whole.flatten_up_to(block), strict=True)
-  experts = (x for w, x in pairs if w.is_expert)
-  return ExpertWeights(*experts, activation=family(config).activation)
-
-
-def _prefetch_experts(layer, stack: ExpertWeights, compute: ComputeConfig):
-  """Overlaps each layer with the gathering of the next layer's experts.
-
-  In the backward pass, each layer overlaps with scattering the gradients of the next layer's
-  experts. The gathered weights of all layers are saved for the backward pass.
-
-  Returns:
-    layer: `layer` with the gathered weights of its experts in the carry of the scan.
-    gathered: the gathered weights of layer 0, for the initial carry.
-    next_experts: for each layer, the next layer's weights to gather. The last layer gathers the
-      weights of layer 0 again, and does not use them.
-  """
-
-  def gather(w: ExpertWeights) -> moe.Gathered:
-    w = lora.dithered(jax.lax.optimization_barrier(w))
-    w = jax.tree.map(lambda x: x.astype(compute.dtype), w)
-    return moe.gather(w, compute.experts)
-
-  def prefetching(x_BTD, kv, gathered, index, block, replayed_experts_BTk, next_experts):
-    prefetched = gather(next_experts)
-    (x_BTD, kv), outputs = layer(x_BTD, kv, index, block, replayed_experts_BTk, gathered)
-    return (x_BTD, kv, prefetched), outputs
-
-  first = gather(jax.tree.map(lambda w: w[0], stack))
-  return prefetching, first, jax.tree.map(lambda w: jnp.roll(w, -1, axis=0), stack)
-
-
-def _over_layers(layer, carry, inputs, unroll):
-  """Scans over layers, or calls a single layer directly.
-
-  The direct call copies no weights.
-
-  unroll: whether to unroll the whole scan. A loop stacks the residuals of all layers, which takes
-    10 to 20 % of an update's time on CPU. JAX has no gradient of partly unrolled loops on a mesh.
-  """
-  if len(inputs[0]) > 1:
-    return jax.lax.scan(layer, carry, inputs, unroll=unroll)
-  carry, outputs = layer(carry, jax.tree.map(lambda x: x[0], inputs))
-  return carry, jax.tree.map(lambda x: x[None], outputs)
-
-
-def _layer(
-  x_BTD,
-  kv,
-  index,
-  block,
-  replayed_experts_BTk,
-  gathered: moe.Gathered | None = None,
-  *,
-  config: ModelConfig,
-  compute,
-  kind: Kind,
-  **placement,
-):
-  """Computes one layer of the family.
-
-  Returns (hidden states, cache), and (chosen experts, router statistics); the latter two are None
-  in a dense layer.
-
-  Args:
-    kv: cache of the layer's block. None if there is no cache.
-    index: index of the layer in its block.
-    block: weights of this layer, without the axis of layers.
-    gathered: prefetched weights of the experts. None if `block` has the experts' weights.
-  """
-
-  def experts(y_BTD, w):
-    valid_BT = placement["segments_BT"] > 0
-    names = "choice_bias", "router_bias", "gate_bias", "up_bias", "down_bias"
-    choice_bias, router_bias, *biases, down_bias = (getattr(w, name, None) for name in names)
-    gate_BTk, experts_BTk, stats = moe.route(
-      y_BTD, w.router, config, valid_BT, replayed_experts_BTk, choice_bias, router_bias
-    )
-    activation = family(config).activation
-    expert_w = gathered or ExpertWeights(w.gate, w.up, w.down, *biases, activation)
-    chunk = compute.expert_chunk
-    y_BTD = moe.experts(y_BTD, gate_BTk, experts_BTk, expert_w, compute.experts, chunk)
-    if down_bias is not None:
-      y_BTD = y_BTD + moe.output_biases(gate_BTk, experts_BTk, down_bias).astype(y_BTD.dtype)
-    return y_BTD, experts_BTk, stats
-
-  module = gated_delta if kind.linear else layers
-  attend = functools.partial(
-    module.attend, kv=kv, layer=index, config=config, compute=compute, kind=kind, **placement
-  )
-  # Without the barrier, XLA casts the weights of all layers before the loop and keeps the copies.
-  if kv is None:
-    block = jax.lax.optimization_barrier(block)
-  declared = family(config).block_table(config, kind, 1)
-  block = layers.gather(declared, lora.dithered(block), x_BTD.dtype)
-  x_BTD, kv, experts_BTk, stats = family(config).layer(x_BTD, block, config, attend, experts)
-  return (x_BTD, kv), (experts_BTk, stats)
 
 
 def logits(params: Params, config: ModelConfig, tokens_BT: jax.Array) -> jax.Array:

@@ -1,7 +1,8 @@
 """Hyperparameters of a model, its precision and formulations."""
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from gspo_jax.settings import ranges
@@ -33,6 +34,23 @@ class Kind(NamedTuple):
   local: bool  # Attention with a sliding window.
   rotary: bool  # Rotary positions.
   linear: bool  # Linear attention with a recurrent state, instead of a softmax over positions.
+
+
+class Stack(NamedTuple):
+  """Layers of one kind with stacked weights."""
+
+  kind: Kind
+  layers: tuple[int, ...]  # Indices of the layers.
+
+
+class Scan(NamedTuple):
+  """A loop over consecutive layers.
+
+  Each step applies equally many layers of each stack.
+  """
+
+  steps: int
+  stacks: list[Stack]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,16 +197,43 @@ class ModelConfig:
     rotary = layer not in self.rope.layers_without
     return Kind(moe, self.is_local(layer), rotary, linear=False)
 
-  def runs(self) -> list[tuple[Kind, int]]:
-    """Returns (kind, number of layers) of each run: consecutive layers of one kind, one scan."""
-    runs: list[tuple[Kind, int]] = []
-    for layer in range(self.num_layers):
-      kind = self.kind(layer)
-      if runs and runs[-1][0] == kind:
-        runs[-1] = (kind, runs[-1][1] + 1)
-      else:
-        runs.append((kind, 1))
-    return runs
+  def scans(self, depths: Sequence[int] | None = None) -> list[Scan]:
+    """Splits the layers into scans over repeated sequences of kinds.
+
+    Each scan is as long as possible. Three linear layers and a full one, ten times, are a scan of ten steps. It has a stack of thirty
+    linear layers, and a stack of ten full ones.
+
+    depths: number of layers of each block of the parameters. If each has one layer, each layer is a
+      scan. None means the blocks of `transformer.table`.
+    """
+    kinds, scans, first = [self.kind(layer) for layer in range(self.num_layers)], [], 0
+    while first < len(kinds):
+      period, steps = (1, 1) if depths and len(depths) == len(kinds) else _period(kinds[first:])
+      stacks, start = [], first
+      for kind, run in itertools.groupby(kinds[first : first + period]):
+        end = start + len(list(run))
+        layers = (step * period + i for step in range(steps) for i in range(start, end))
+        stacks.append(Stack(kind, tuple(layers)))
+        start = end
+      scans.append(Scan(steps, stacks))
+      first += period * steps
+    return scans
+
+  def stacks(self, depths: Sequence[int] | None = None) -> list[Stack]:
+    """Returns the stacks of all scans, one for each block of the parameters."""
+    return [stack for scan in self.scans(depths) for stack in scan.stacks]
+
+
+def _period(kinds: Sequence[Kind]) -> tuple[int, int]:
+  """Returns length and number of the repeats that cover most of the first layers."""
+
+  def repeats(period: int) -> int:
+    ends = range(period, len(kinds) + 1, period)
+    equal = (kinds[end - period : end] == kinds[:period] for end in ends)
+    return sum(itertools.takewhile(bool, equal))
+
+  repeated = [(p, repeats(p)) for p in range(1, len(kinds) // 2 + 1)]
+  return max([(1, 1), *((p, n) for p, n in repeated if n > 1)], key=lambda x: x[0] * x[1])
 
 
 def from_json(values: Mapping[str, Any]) -> ModelConfig:

@@ -31,8 +31,8 @@ def write(path, model, architecture, without=(), tensors=(), **keys):
   file.add_token_merges(["a b"])
   table = transformer.table(model)
   in_file = {key: (name, "") for key, name in gguf_header._TENSORS.items()}
-  names = leaves.leaves_of(table, in_file)
-  shapes = leaves.leaves_of(table, hf.architectures.names(model))
+  names = leaves.leaves_of(model, table, in_file)
+  shapes = leaves.leaves_of(model, table, hf.architectures.names(model))
   for named, leaf, array in zip(names, shapes, jax.tree.leaves(params), strict=True):
     for position in named.positions(leaves.whole(named)):
       value = np.asarray(array[position] if position else array)

@@ -13,7 +13,7 @@ from support.small_models import forward, initial, logits
 
 from gspo_jax import sharding
 from gspo_jax.learner import replicas
-from gspo_jax.models import publication, transformer
+from gspo_jax.models import layer_scan, publication, transformer
 from gspo_jax.models.attention import attention
 from gspo_jax.models.attention import cache as kv_cache
 from gspo_jax.sampling import generate
@@ -126,7 +126,7 @@ def test_a_loop_over_layers_gives_the_gradients_of_unrolled_ones(config, monkeyp
   """Few layers are unrolled on CPU; a pod runs the loop."""
   params, tokens = initial(config), tokens_of(config)
   expected = single_device(config)
-  monkeypatch.setattr(transformer, "UNROLLED", 0)
+  monkeypatch.setattr(layer_scan, "UNROLLED", 0)
   got = jax.jit(lambda p, t: jax.value_and_grad(loss)(p, config, t))(params, tokens)
   chex.assert_trees_all_close(got, expected, atol=2e-6, rtol=1e-4)
   mesh = sharding.make_mesh(MeshConfig(1, 4, 2, 1))
@@ -138,25 +138,32 @@ def test_a_loop_over_layers_gives_the_gradients_of_unrolled_ones(config, monkeyp
 
 
 @pytest.mark.parametrize(
-  "experts, remat, shape",
+  "experts, remat, shape, pattern",
   [
-    ("ragged", "both", (1, 4, 2, 1)),
-    pytest.param("blocks", "none", (2, 2, 2, 1), marks=pytest.mark.long),
-    pytest.param("megablox", "full", (2, 2, 1, 2), marks=pytest.mark.long),
+    ("ragged", "both", (1, 4, 2, 1), 1),
+    ("ragged", "both", (1, 4, 2, 1), 2),
+    ("ragged", "both", (1, 4, 2, 1), 3),
+    pytest.param("blocks", "none", (2, 2, 2, 1), 1, marks=pytest.mark.long),
+    pytest.param("megablox", "full", (2, 2, 1, 2), 1, marks=pytest.mark.long),
   ],
 )
-def test_experts_that_are_gathered_a_layer_ahead_are_the_same(experts, remat, shape, monkeypatch):
+def test_experts_that_are_gathered_a_layer_ahead_are_the_same(
+  experts, remat, shape, pattern, monkeypatch
+):
   """Losses and gradients of the loop over layers, but for how the compiler fuses sums."""
-  monkeypatch.setattr(transformer, "UNROLLED", 0)
+  monkeypatch.setattr(layer_scan, "UNROLLED", 0)
+  windows = dict(num_layers=2 * pattern, sliding_window=4, sliding_window_pattern=pattern)
+  model = dataclasses.replace(MOE, **windows) if pattern > 1 else MOE
+  assert [scan.steps for scan in model.scans()] == [2]
   mesh = sharding.make_mesh(MeshConfig(*shape))
 
   def step(params, tokens, compute):
-    value, grads = jax.value_and_grad(loss)(replicas.apart(params), MOE, tokens, compute)
+    value, grads = jax.value_and_grad(loss)(replicas.apart(params), model, tokens, compute)
     return value, replicas.summed(grads)
 
   with jax.set_mesh(mesh):
-    params = jax.device_put(initial(MOE), transformer.shardings(MOE, sharding.TRAIN, mesh))
-    tokens = sharding.put_batch(tokens_of(MOE), mesh)
+    params = jax.device_put(initial(model), transformer.shardings(model, sharding.TRAIN, mesh))
+    tokens = sharding.put_batch(tokens_of(model), mesh)
     usual = dataclasses.replace(REFERENCE, experts=experts, remat=remat)
     ahead = dataclasses.replace(usual, prefetch=True)
     results = [jax.jit(step, static_argnums=2)(params, tokens, each) for each in (usual, ahead)]

@@ -4,7 +4,6 @@ The alternative is the paged cache of `pages`. Layers of linear attention have `
 """
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -108,10 +107,7 @@ def blocks(config: ModelConfig, layers: Sequence[int] | None) -> list[tuple[Kind
 
   layers: number of layers in each block. None means as in `transformer.table`.
   """
-  if layers is None:
-    return config.runs()
-  starts = itertools.accumulate(layers, initial=0)
-  return [(config.kind(start), count) for start, count in zip(starts, layers)]
+  return [(kind, len(indices)) for kind, indices in config.stacks(layers)]
 
 
 def allocate_states(config: ModelConfig, layers: int, batch: int) -> States:

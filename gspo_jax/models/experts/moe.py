@@ -94,11 +94,10 @@ def route(
   of the chosen logits alone (Granite, GPT-OSS) equals a renormalised softmax over all.
 
   valid_BT: mask of the tokens that count in the statistics; 0 on padding.
-  replayed_experts_BTk: indices in place of the router's choice; -1 keeps the choice. Gate weights
-    are still the current router's scores, with a gradient. This is Routing Replay
-    (arXiv:2507.18071, §5.3; R2 and R3 of arXiv:2512.01374). None means no replay.
-  choice_bias_E: bias on the scores, for the choice alone. None means 0.
-  bias_E: bias on the logits. None means 0.
+  replayed_experts_BTk: indices in place of the router's choice; -1 keeps the choice, and None all
+    choices. Gate weights are still the current router's scores, with a gradient. (Routing Replay,
+    arXiv:2507.18071, §5.3; R2 and R3 of arXiv:2512.01374)
+  choice_bias_E, bias_E: biases on the scores, for the choice alone, and on the logits. None: 0.
   """
   logit_BTE = sharding.einsum(
     "BTD,DE->BTE", x_BTD.astype(jnp.float32), router_DE.astype(jnp.float32), out=P(BATCH)

@@ -137,7 +137,7 @@ def _plan(
     else:
       names = names | {"embed": names["head"]}
   names = mxfp4.names_in(files.file_of, names)
-  leaves = leaves_of(transformer.table(config), names)
+  leaves = leaves_of(config, transformer.table(config), names)
   shapes: dict[str, tuple[int, ...]] = {}
   for leaf in leaves:
     for position in leaf.positions(whole(leaf)):
@@ -305,7 +305,8 @@ def save(
   names, other_model = architectures.names(model_config), nested.Other(like)
   if other_model.names and load_config(like) != model_config:
     raise ValueError(f"the language model of {like} differs from the model to save")
-  leaves = leaves_of(transformer.table(model_config), other_model.rename(names))
+  table = transformer.table(model_config)
+  leaves = leaves_of(model_config, table, other_model.rename(names))
   arrays = _check_shapes(_merge(params, dtype), model_config)
   kinds = [jnp.dtype(a.dtype if dtype is None else dtype) for a in arrays]
   if unknown := {kind.name for kind in kinds} - set(_SAVED):

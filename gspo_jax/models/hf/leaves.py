@@ -20,6 +20,7 @@ from gspo_jax import sharding
 from gspo_jax.models import finite
 from gspo_jax.models.hf.config import CheckpointError
 from gspo_jax.models.weights import Dense, GatedDelta, Params
+from gspo_jax.settings.model import ModelConfig
 
 
 class Part(NamedTuple):
@@ -51,7 +52,9 @@ class Leaf:
   shape: tuple[int, ...]  # Shape of the parameter.
   name: str  # Name of its tensors, such as "model.layers.{l}.self_attn.q_proj.weight".
   axes: tuple[str, ...]  # Axes of each tensor; letters of merged axes together: ("NH", "D").
-  first_layer: int  # First layer of the block. -1: embedding. Number of layers: final norm, head.
+  layers: tuple[
+    int, ...
+  ]  # Layers of the block. [-1]: embedding. [number of layers]: final norm, head.
   start: int = 0  # Start of the parameter behind the "+" of a shared axis.
   total: int = 1  # Elements of all parameters behind the "+".
 
@@ -115,7 +118,7 @@ class Leaf:
   def tensor(self, position: tuple[int, ...]) -> str:
     """Returns the tensor's name at a position on the stacked axes."""
     index = dict(zip(self.stacked, position))
-    return self.name.format(l=self.first_layer + index.get("l", 0), E=index.get("E", 0))
+    return self.name.format(l=self.layers[index.get("l", 0)], E=index.get("E", 0))
 
   def positions(self, box: dict[str, range]) -> Iterator[tuple[int, ...]]:
     """Yields the positions of a box on the stacked axes.
@@ -125,17 +128,16 @@ class Leaf:
     return itertools.product(*(box[x] for x in self.stacked))
 
 
-def leaves_of(table: Params, names: dict[str, tuple[str, str]]) -> list[Leaf]:
+def leaves_of(config: ModelConfig, table: Params, names: dict[str, tuple[str, str]]) -> list[Leaf]:
   """Returns the leaves of a table, in the table's order.
 
   names: dict, key -> (name, axes) of its tensors, as from `architectures.names`.
   """
-  starts = list(itertools.accumulate(table.depths, initial=0))
-  leaves = []
+  stacks, leaves = config.stacks(), []
   for path, w in jax.tree_util.tree_flatten_with_path(table)[0]:
-    keys, first_layer = path, starts[-1] if path[0].name != "embed" else -1
+    keys, layers = path, (-1 if path[0].name == "embed" else config.num_layers,)
     if path[0].name == "blocks":
-      keys, first_layer = path[2:], starts[path[1].idx]
+      keys, layers = path[2:], stacks[path[1].idx].layers
     key = ".".join(k.name for k in keys)
     if keys[0].name == "ffn":
       dense = isinstance(table.blocks[path[1].idx].ffn, Dense)
@@ -144,7 +146,7 @@ def leaves_of(table: Params, names: dict[str, tuple[str, str]]) -> list[Leaf]:
       linear = isinstance(table.blocks[path[1].idx].attention, GatedDelta)
       key = ("GatedDelta" if linear else "attention") + key.removeprefix("attention")
     name, axes = names[key]
-    leaves.append(Leaf(key, w.letters, w.shape, name, tuple(axes.split()), first_layer))
+    leaves.append(Leaf(key, w.letters, w.shape, name, tuple(axes.split()), layers))
   groups = sharing(leaves)
   widths = [[leaves[j].width for j in group] for group in groups]
   starts = [sum(w[: group.index(i)]) for i, (group, w) in enumerate(zip(groups, widths))]
@@ -158,8 +160,8 @@ def sharing(leaves: Sequence[Leaf]) -> list[list[int]]:
   """Returns for each leaf the indices of all leaves with its tensors, in order."""
   groups = collections.defaultdict(list)
   for i, leaf in enumerate(leaves):
-    groups[leaf.first_layer, leaf.name].append(i)
-  return [groups[leaf.first_layer, leaf.name] for leaf in leaves]
+    groups[leaf.layers, leaf.name].append(i)
+  return [groups[leaf.layers, leaf.name] for leaf in leaves]
 
 
 def joined(leaves: Sequence[Leaf], values: Sequence[np.ndarray]) -> np.ndarray:
@@ -181,7 +183,7 @@ def by_layer(leaves: Sequence[Leaf]) -> list[tuple[int, int, tuple[int, ...]]]:
   """
   groups = sharing(leaves)
   return sorted(
-    (leaf.first_layer + (position[0] if leaf.stacked else 0), i, position)
+    (leaf.layers[position[0] if leaf.stacked else 0], i, position)
     for i, leaf in enumerate(leaves)
     for position in leaf.positions(whole(leaf))
     if groups[i][0] == i

@@ -212,5 +212,5 @@ def _adapted(model: ModelConfig, config: LoraConfig) -> list[tuple[hf_leaves.Lea
   """Returns leaf and table entry of each adapted matrix."""
   table = transformer.table(model)
   weights = jax.tree.leaves(lora.table(table, config), is_leaf=lora.is_adapted)
-  leaves = hf_leaves.leaves_of(table, names(published(model)))
+  leaves = hf_leaves.leaves_of(model, table, names(published(model)))
   return [(leaf, w) for leaf, w in zip(leaves, weights, strict=True) if lora.is_adapted(w)]

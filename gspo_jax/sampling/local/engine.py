@@ -50,7 +50,7 @@ class LocalEngine:
     params = self._publish(params)
     if self._config.weights_dtype == "int8":
       params = publication.in_eight_bits(params, self._model)
-    self._params = transformer.decoding_params(params)
+    self._params = transformer.decoding_params(params, self._model)
     self._version = version
     jax.block_until_ready(self._params)
 

@@ -159,6 +159,6 @@ def test_of_a_published_model_a_device_reads_an_eighth(mesh_sizes):
   """For each parameter, by sizes alone."""
   config = sizes.PUBLISHED["Qwen3-30B-A3B-Base"]
   mesh = sharding.make_mesh(MeshConfig(*mesh_sizes))
-  for leaf in convert.leaves_of(transformer.table(config), architectures.names(config)):
+  for leaf in convert.leaves_of(config, transformer.table(config), architectures.names(config)):
     part = convert._reading(leaf, mesh).shard_shape(leaf.shape)
     assert 8 * math.prod(part) == math.prod(leaf.shape), leaf.name
