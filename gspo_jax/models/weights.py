@@ -26,7 +26,7 @@ from gspo_jax.sharding import Rules
 class Params:
   """Parameters of a model, or any tree of their structure.
 
-  A block has the weights of consecutive layers of one kind, stacked on l. The model's family
+  A block has the weights of layers of one kind, a `Stack`, stacked on l. The model's family
   defines the class of its blocks.
   """
 

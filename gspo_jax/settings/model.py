@@ -198,10 +198,10 @@ class ModelConfig:
     return Kind(moe, self.is_local(layer), rotary, linear=False)
 
   def scans(self, depths: Sequence[int] | None = None) -> list[Scan]:
-    """Splits the layers into scans over repeated sequences of kinds.
+    """Splits the layers into scans.
 
-    Each scan is as long as possible. Three linear layers and a full one, ten times, are a scan of ten steps. It has a stack of thirty
-    linear layers, and a stack of ten full ones.
+    A scan covers as many layers as possible, whose kinds repeat at each step. Three linear layers
+    and a full one, ten times, are a scan of ten steps. Its stacks have thirty and ten layers.
 
     depths: number of layers of each block of the parameters. If each has one layer, each layer is a
       scan. None means the blocks of `transformer.table`.
@@ -220,12 +220,15 @@ class ModelConfig:
     return scans
 
   def stacks(self, depths: Sequence[int] | None = None) -> list[Stack]:
-    """Returns the stacks of all scans, one for each block of the parameters."""
+    """Returns the stacks of all scans.
+
+    Each belongs to one block of the parameters.
+    """
     return [stack for scan in self.scans(depths) for stack in scan.stacks]
 
 
 def _period(kinds: Sequence[Kind]) -> tuple[int, int]:
-  """Returns length and number of the repeats that cover most of the first layers."""
+  """Returns length and number of the longest repeats."""
 
   def repeats(period: int) -> int:
     ends = range(period, len(kinds) + 1, period)
