@@ -247,7 +247,7 @@ def test_mesh_sizes_must_multiply_to_the_devices():
 
 
 def test_two_axes_of_one_weight_on_one_mesh_axis_are_refused():
-  with pytest.raises(ValueError, match="two of its axes"):
+  with pytest.raises(ValueError, match="splits two dimensions over one mesh axis"):
     sharding.spec("DF", dict(D="fsdp", F="fsdp"))
 
 

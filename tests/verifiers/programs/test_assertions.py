@@ -189,13 +189,13 @@ def test_a_prompt_may_end_before_its_function_begins(verifier):
 @pytest.mark.parametrize(
   "changes, message",
   [
-    (dict(test="METADATA = {}\n"), "no function `check`"),
-    (dict(test="def test(c):\n  assert c(1) == 1\n"), "no function `check`"),
+    (dict(test="METADATA = {}\n"), "must define a function `check`"),
+    (dict(test="def test(c):\n  assert c(1) == 1\n"), "must define a function `check`"),
     (dict(test="def check(c):\n  pass\n"), "never uses its argument"),
     (dict(test="def check():\n  assert True\n"), "never uses its argument"),
     (dict(test="def check(c)\n  assert c(1) == 1\n"), "test is no Python"),
     (dict(test="def check(c):\n  assert c(1) ==\n"), "test is no Python"),
-    (dict(test=""), "no function `check`"),
+    (dict(test=""), "must define a function `check`"),
     (dict(test="(" * 100_000), "test is no Python"),
     (dict(test="def check(c):\n  assert c(1)\0\n"), "test is no Python"),
     (dict(test=None), "must be text"),
