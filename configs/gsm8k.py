@@ -6,7 +6,7 @@ Command:   python -m gspo_jax.main --config=configs/gsm8k.py:0.6B-v5e --workdir=
 Hardware:  v5e (16 GiB), v6e (32 GiB), h100 (80 GB) or t4 (16 GB)
 Expected:  not run by us at this size
 
-In configs/gsm8k.py:NAME, NAME is a size of Qwen3 or a model of Qwen3.5, followed by the chip.
+The name of a variant is a size of Qwen3 or a model of Qwen3.5, followed by the chip.
 `VARIANTS` lists all names. If a chip cannot hold the optimizer's moments of all parameters, its
 variant trains adapters instead (lora.rank). docs/one_chip.md has the memory that the compiler
 reports. Variants of Qwen3.5 have not been compiled.
