@@ -12,7 +12,7 @@ Command:   python -m gspo_jax.main --config=configs/tiny_schedules.py:length --w
            python -m gspo_jax.tasks arithmetic:train --rows=256 > /tmp/sums.jsonl
            python -m gspo_jax.main --config=configs/tiny_schedules.py:groups --workdir=/tmp/groups
              --config.weights=/tmp/start/checkpoints/sft --config.data.train=/tmp/sums.jsonl
-           For :growing, replace :groups in the last command.
+           For tiny_schedules.py:growing, replace the name in the last command.
 Hardware:  any machine with two CPU cores; two to four minutes
 Expected:  eval/accuracy, seeds 17 to 19 (benchmarks/results/objectives.md):
            :groups 0.39 to 0.44 -> 0.88 to 0.91, with 45 % fewer tokens than with groups of 8;
