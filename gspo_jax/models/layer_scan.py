@@ -18,6 +18,7 @@ from gspo_jax.models.experts.moe import ExpertWeights
 from gspo_jax.models.families.lookup import family
 from gspo_jax.models.weights import InStack
 from gspo_jax.settings.model import ComputeConfig, Kind, ModelConfig, Scan
+from gspo_jax.sharding import P
 
 UNROLLED = 8  # On CPU, models of at most this many layers are unrolled instead of scanned.
 
@@ -65,7 +66,11 @@ def apply(
     kvs = list(kvs)
     for i, stack in enumerate(scan.stacks):
       carry = x_BTD, kvs[i], gathered
-      carry, outputs = _over_layers(layers[i], carry, inputs[i], unroll or cached or prefetches)
+      if len(stack.layers) == scan.steps:
+        carry, outputs = layers[i](carry, inputs[i])
+        outputs = jax.tree.map(lambda x: x[None], outputs)
+      else:
+        carry, outputs = _over_layers(layers[i], carry, inputs[i], unroll or cached or prefetches)
       x_BTD, kvs[i], gathered = carry
       routed += [outputs] if stack.kind.moe else []
     routed = jax.tree.map(lambda *xs: jnp.concatenate(xs), *routed) if routed else None
@@ -76,8 +81,11 @@ def apply(
   carry = x_BTD, tuple(kvs), gathered
   indices = [np.arange(len(stack.layers)) for stack in scan.stacks]
   inputs = [*zip(indices, weights, _split_experts(replayed_experts_lBTk, scan), strict=True)]
-  (x_BTD, kvs, _), routed = _over_layers(step, carry, _by_step(inputs, scan.steps), unroll)
-  return x_BTD, kvs, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), routed)
+  for i, stack in enumerate(scan.stacks):
+    if len(stack.layers) > scan.steps:
+      inputs[i] = _by_step(inputs[i], scan.steps)
+  (x_BTD, kvs, _), routed = _over_layers(step, carry, inputs, unroll)
+  return x_BTD, kvs, _merge_steps(routed)
 
 
 def _split_experts(experts_lBTk: jax.Array | None, scan: Scan) -> list[jax.Array | None]:
@@ -87,14 +95,31 @@ def _split_experts(experts_lBTk: jax.Array | None, scan: Scan) -> list[jax.Array
   parts, first, by_step = [], 0, _by_step(experts_lBTk, scan.steps)
   for stack in scan.stacks:
     end = first + len(stack.layers) // scan.steps * stack.kind.moe
-    part = by_step[:, first:end].reshape(-1, *by_step.shape[2:])
+    part = _merge_steps(by_step[:, first:end])
     parts, first = [*parts, part if stack.kind.moe else None], end
   return parts
 
 
 def _by_step(layers: Any, steps: int) -> Any:
   """Splits the axis of layers: [l, ...] to [steps, layers of a step, ...]."""
-  return jax.tree.map(lambda x: x.reshape(steps, -1, *x.shape[1:]), layers)
+  return jax.tree.map(lambda x: _reshape(x, 1, (steps, len(x) // steps)), layers)
+
+
+def _merge_steps(layers: Any) -> Any:
+  """Merges the axes of `_by_step`."""
+  return jax.tree.map(lambda x: _reshape(x, 2, (x.shape[0] * x.shape[1],)), layers)
+
+
+def _reshape(x: Any, axes: int, sizes: tuple[int, ...]) -> Any:
+  """Reshapes the first axes, which no mesh axis splits."""
+  shape = *sizes, *x.shape[axes:]
+  if isinstance(x, np.ndarray) or sharding.without_mesh():
+    return x.reshape(shape)
+  spec = jax.typeof(x).sharding.spec
+  parts = *[None] * len(sizes), *spec.partitions[axes:]
+  # JAX derives no sharding of arrays that differ between replicas.
+  out = P(*parts, unreduced=spec.unreduced, reduced=spec.reduced)
+  return jax.lax.reshape(x, shape, out_sharding=out)
 
 
 def _from_stack(table, block, layer):
@@ -166,7 +191,7 @@ def _prefetch_experts(
     """Returns the experts of each layer's next layer, in the stack or first in the next stack."""
     pair = _by_step((experts, next_stack), scan.steps)
     shifted = jax.tree.map(lambda x, y: jnp.concatenate([x[:, 1:], y[:, :1]], axis=1), *pair)
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), shifted)
+    return _merge_steps(shifted)
 
   stacks = [_experts_of(config, stack.kind, block) for stack, block in zip(scan.stacks, blocks)]
   first = jax.tree.map(lambda w: jnp.roll(w, -(len(w) // scan.steps), axis=0), stacks[0])
