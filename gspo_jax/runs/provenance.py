@@ -45,9 +45,11 @@ def check_configuration(
     recorded = read(workdir)
     changed = changes(recorded, config)
     if changed and config["resume"] != "force":
+      evaluated = f" with --config.weights={workdir} to evaluate this run"
       raise ValueError(
         f"{workdir / FILE} belongs to a run of another configuration ({'; '.join(changed)}): use "
-        f"another {flag}, or --config.resume=force to resume with the new configuration"
+        f"another {flag}{evaluated if config.get('job') == 'eval' else ''}, or "
+        "--config.resume=force to resume with the new configuration"
       )
     return recorded
 

@@ -18,6 +18,13 @@ def test_a_forced_run_continues_without_force(tmp_path):
   provenance.check_configuration(tmp_path, CONFIG | dict(seed=1, resume="force"))
 
 
+def test_an_evaluation_in_the_directory_of_a_run_is_told_how_to_evaluate_it(tmp_path):
+  provenance.record(tmp_path, CONFIG | dict(job="rl"))
+  message = rf"use another --workdir with --config\.weights={tmp_path} to evaluate this run, or"
+  with pytest.raises(ValueError, match=message):
+    provenance.check_configuration(tmp_path, CONFIG | dict(job="eval"))
+
+
 def test_a_key_newer_than_the_run_had_its_default(tmp_path):
   provenance.record(tmp_path, CONFIG)
   provenance.check_configuration(tmp_path, CONFIG | dict(engine=dict(weights_dtype="")))
