@@ -43,8 +43,7 @@ def apply(
     kvs: cache of each stack, None if there is no cache.
     blocks: weights of each stack.
     replayed_experts_lBTk: replaces the router's choice. None means no replay.
-    policy: name of the rematerialisation policy. A pass with a cache has no gradient and ignores
-      the policy.
+    policy: name of the rematerialisation policy. Passes with a cache, without gradient, ignore it.
     placement: positions, segments, `tree` and `from_start`, as in `layers.attend`.
   """
   cached, weights, layers, gathered = kvs[0] is not None, list(blocks), [], None
@@ -62,8 +61,7 @@ def apply(
   unroll = sharding.platform() == "cpu" and config.num_layers <= UNROLLED
 
   def step(carry, inputs):
-    (x_BTD, kvs, gathered), routed = carry, []
-    kvs = list(kvs)
+    (x_BTD, [*kvs], gathered), routed = carry, []
     for i, stack in enumerate(scan.stacks):
       carry = x_BTD, kvs[i], gathered
       if len(stack.layers) == scan.steps:
@@ -76,8 +74,7 @@ def apply(
     routed = jax.tree.map(lambda *xs: jnp.concatenate(xs), *routed) if routed else None
     return (x_BTD, tuple(kvs), gathered), routed
 
-  # The scan carries the caches, and so updates them in place. As an input and an output of the scan
-  # a cache would exist twice.
+  # The scan updates carried caches in place. As its inputs and outputs they would exist twice.
   carry = x_BTD, tuple(kvs), gathered
   indices = [np.arange(len(stack.layers)) for stack in scan.stacks]
   inputs = [*zip(indices, weights, _split_experts(replayed_experts_lBTk, scan), strict=True)]
@@ -111,7 +108,7 @@ def _merge_steps(layers: Any) -> Any:
 
 
 def _reshape(x: Any, axes: int, sizes: tuple[int, ...]) -> Any:
-  """Reshapes the first axes, which no mesh axis splits."""
+  """Reshapes the first axes. No mesh axis may split them."""
   shape = *sizes, *x.shape[axes:]
   if isinstance(x, np.ndarray) or sharding.without_mesh():
     return x.reshape(shape)
