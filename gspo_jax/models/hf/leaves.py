@@ -52,9 +52,8 @@ class Leaf:
   shape: tuple[int, ...]  # Shape of the parameter.
   name: str  # Name of its tensors, such as "model.layers.{l}.self_attn.q_proj.weight".
   axes: tuple[str, ...]  # Axes of each tensor; letters of merged axes together: ("NH", "D").
-  layers: tuple[
-    int, ...
-  ]  # Layers of the block. [-1]: embedding. [number of layers]: final norm, head.
+  # Layers of the block. (-1,): embedding. (number of layers,): final norm and head.
+  layers: tuple[int, ...]
   start: int = 0  # Start of the parameter behind the "+" of a shared axis.
   total: int = 1  # Elements of all parameters behind the "+".
 
