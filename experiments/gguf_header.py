@@ -93,7 +93,7 @@ def _close(a: Any, b: Any) -> bool:
 def _wrong_tensors(names: set[str], model: ModelConfig) -> list[str]:
   expected = set()
   files = {key: (name, "") for key, name in _TENSORS.items()}
-  for leaf in leaves.leaves_of(transformer.table(model), files):
+  for leaf in leaves.leaves_of(model, transformer.table(model), files):
     expected |= {leaf.tensor(position) for position in leaf.positions(leaves.whole(leaf))}
   faults = []
   if extra := sorted(names - expected):
