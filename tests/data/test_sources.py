@@ -69,7 +69,7 @@ BAD_ROWS = [
   ({"question": "1+1?", "answer": None}, r"'answer' is null"),
   ({"question": "1+1?", "answer": True}, r"'answer' is True \(bool\)"),
   ({"question": "1+1?", "answer": float("nan")}, r"'answer' is nan \(float\)"),
-  ({"question": "1+1?", "answer": "2"}, r"answer_pattern=.* finds no answer .*'2'\).* \(if empty,"),
+  ({"question": "1+1?", "answer": "2"}, r"answer_pattern=.* finds no answer .*'2'\. .*\(if empty,"),
   ({"question": "1+1?", "answer": "####  "}, r"finds no answer"),
   ({"question": "1" * 65, "answer": "#### 2"}, r"65 tokens, more than data.max_prompt_tokens=64"),
   ({"question": "\ud83d", "answer": "#### 2"}, r"'question' is not UTF-8"),

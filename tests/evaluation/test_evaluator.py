@@ -144,7 +144,8 @@ def test_what_is_unknown_counts_as_not_right_and_is_told(params, tmp_path):
 
 def test_the_first_chunk_without_any_verdict_ends_the_evaluation(params, tmp_path):
   everything = evaluator(benchmark(unknown_for(*"01234")), directory=tmp_path, batch=2)
-  with pytest.raises(rewards.NoVerdictError, match=r"any of 6 responses .*it broke.*unknown.jsonl"):
+  message = r"any of 6 responses\. .*it broke.*unknown.jsonl"
+  with pytest.raises(rewards.NoVerdictError, match=message):
     evaluate(everything, params)
   rows = [json.loads(line) for line in (tmp_path / "unknown.jsonl").read_text().splitlines()]
   assert len(rows) == 6 and all(row["unknown"] == "crash: it broke" for row in rows)

@@ -1,4 +1,4 @@
-"""Llama 2 to 3.3, SmolLM2 and similar models. Llama 3.1 and later scale rotary positions.
+"""Llama 2 to 3.3, SmolLM2 and similar models: from Llama 3.1 on, scaled rotary positions.
 
 https://arxiv.org/abs/2407.21783
 """

@@ -1,4 +1,4 @@
-"""Mistral (sliding windows) and Ministral 3 (queries scaled by position).
+"""Mistral and Ministral 3: sliding windows, queries scaled by position.
 
 https://arxiv.org/abs/2310.06825
 """
