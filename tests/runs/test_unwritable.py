@@ -173,7 +173,7 @@ def test_an_unfinished_evaluation_continues_before_its_damage(line, tmp_path, ca
   lines[2] = line
   path.write_text("\n".join(lines) + "\n", errors="surrogateescape")
   assert ResumeLog(tmp_path, "key").find("a") == [dict(chunk="a", n=0, reward=0.1)]
-  assert f"{path}:3: its checksum does not match; the rest" in capsys.readouterr().err
+  assert f"{path}:3: its checksum does not match; problems from this" in capsys.readouterr().err
   assert len(sealed(tmp_path)) == 2
 
 
