@@ -59,7 +59,7 @@ def hbm_bytes(instruction: Instruction) -> float:
     return 0.0
   if instruction.op == "send":
     return _hbm(inputs)
-  # An asynchronous operation counts at its end. The result of its start includes other arrays.
+  # Other asynchronous operations count at their ends, where the result is the written array alone.
   if instruction.op.endswith("-done"):
     kind, sources = inputs[0].op.removesuffix("-start"), inputs[0].inputs
     if kind in ("call", "async"):
@@ -143,7 +143,7 @@ def _fusion(instruction: Instruction, results: Sequence[Array]) -> float:
 
 
 def _unchanged(body: Sequence[Instruction]) -> set[str]:
-  """Returns names of values passed on unchanged, to or from a collective."""
+  """Returns names of values used by collectives, kernels and tuples alone."""
   computed = [x for x in body if x.op not in (*COLLECTIVES, "custom-call", "tuple")]
   used = {operand for x in computed for operand in x.operands}
   parameters = {x.name for x in body if x.op == "parameter"}

@@ -28,7 +28,7 @@ class Response:
 
   tokens: np.ndarray  # Token ids, the stop token included, int32 [n].
   reward: float
-  stopped: bool  # Whether it ended with a stop token or stop string; False if truncated.
+  stopped: bool  # Whether it ended by itself, not by a length limit.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Group:
 
   @property
   def content(self) -> str:
-    """Identifies prompt and responses, by a checksum."""
+    """File, line, and checksums of the prompt and the responses."""
     checksum = 0
     for r in self.responses:
       checksum = zlib.crc32(r.tokens.tobytes() + f" {r.reward} {r.stopped}".encode(), checksum)
@@ -111,7 +111,7 @@ def load(
         continue
       rows.setdefault(prompt.tokens, []).append((default_id, prompt, response))
   if not rows:
-    counts = f"{skipped.count} bad rows, {unknown} without a reward{skipped.first}"
+    counts = f"{skipped.count} bad rows, {unknown} with reward null{skipped.first}"
     raise DataError(f"offline.data={spec}: there is no usable response ({counts})")
   skipped.warn(f"offline.data={spec}")
   groups, G = [], limits.group_size
@@ -214,7 +214,8 @@ def _encode(
   """Encodes a response without recorded token ids.
 
   There are several encodings: the chat template may add text around the response, and a stop token
-  may follow. If the row has `length`, the first encoding of this length is returned.
+  may follow. If the row has `length`, the first encoding of this length is returned, otherwise the
+  likeliest one.
 
   Raises:
     BadRow: the text is unusable, or no encoding has this length.
@@ -229,7 +230,8 @@ def _encode(
   if not truncated:
     stop, bare = tok.stop_ids[0], encoded
     encoded = [x if _ends_with_stop_string(x, tok, limits) else [*x, stop] for x in bare]
-    if truncated is False and "length" in row:  # A stop string of an earlier run may have ended it.
+    # The run that recorded the row may have had stop strings, which end a response without a token.
+    if truncated is False and "length" in row:
       encoded += bare
   length = row.get("length", len(encoded[0]))
   for ids in encoded:
@@ -237,8 +239,8 @@ def _encode(
       return ids
   # Encoding the text of a response may give other tokens than the sampled ones.
   raise BadRow(
-    f"the response's text has {len(encoded[0])} tokens and length={length!r:.20}. Add its token"
-    " ids as response_ids, or remove length"
+    f"the response has length={length!r:.20}, but its text is encoded as {len(encoded[0])} tokens."
+    " Add its token ids as response_ids, or remove length"
   )
 
 
@@ -338,8 +340,7 @@ def _ids(row: Mapping[str, Any], key: str, limit: int, vocabulary: int) -> list[
 
 def _require_length(field: str, ids: Sequence[int], limit: int, key: str) -> None:
   """Raises BadRow unless there are 1 to `limit` ids. `key` is the key of the limit."""
-  if not 0 < len(ids) <= limit:
-    raise BadRow(
-      f"the {field} takes {len(ids)} tokens, and must take 1 to {key}={limit}. Shorten it, or raise"
-      " that limit"
-    )
+  if not ids:
+    raise BadRow(f"the {field} has no token. Correct the row")
+  if len(ids) > limit:
+    raise BadRow(f"the {field} takes {len(ids)} tokens, {key}={limit}. Shorten it, or raise {key}")

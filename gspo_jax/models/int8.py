@@ -71,7 +71,7 @@ def project(equation: str, x: jax.Array, w: jax.Array | Int8, out: P) -> jax.Arr
 
 
 def multiply(x_ECD: jax.Array, w_EDF: jax.Array | Int8) -> jax.Array:
-  """Multiplies the rows of each expert with its matrix, [E, C, F]."""
+  """Multiplies the rows of each expert with its matrix. Returns [E, C, F]."""
   if not is_int8(w_EDF):
     return x_ECD @ w_EDF
   y_ECF = jnp.matmul(x_ECD, w_EDF.values.astype(x_ECD.dtype), preferred_element_type=jnp.float32)

@@ -29,7 +29,7 @@ def checksum(name: str) -> str:
     spec = importlib.util.find_spec(module)
     is_package = spec.submodule_search_locations is not None
     sources = _read_local(module, Path(spec.origin).parents[module.count(".") + is_package])
-  except (ImportError, AttributeError, TypeError, ValueError, OSError):  # There is no such file.
+  except (ImportError, AttributeError, TypeError, ValueError, OSError):  # It has no file.
     return ""
   value = 0
   for module, source in sorted(sources.items()):
@@ -66,9 +66,9 @@ def _path(root: Path, module: str) -> Path:
 
 
 def _imports(source: bytes, module: str, path: Path) -> Iterator[str]:
-  """Yields names in import statements.
+  """Yields names of possibly imported modules, and of their parent packages.
 
-  `from a import b` yields `a.b` too, since b may be a module.
+  `from a import b` yields `a` and `a.b`, since b may be a module.
 
   Args:
     source: source of the importing module.

@@ -2,7 +2,7 @@
 
 python -m gspo_jax.tasks arithmetic:train --first=0 --rows=64 >> sums.jsonl
 
-The problems are in a fixed random order. So runs with different rows write different problems.
+All problems of a task have a fixed random order. --first and --rows choose a range of it.
 """
 
 import json
@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> None:
   parser.add_argument("--rows", type=int, default=64, help="number of rows to write")
   parser.add_argument("--digits", type=int, default=3, help="digits of an operand of arithmetic")
   parser.add_argument(
-    "--lines", default="8,16,32", help="numbers of lines of a response to recurrence"
+    "--lines", default="8,16,32", help="recurrence: lines of a response; one number per problem"
   )
   flags = parser.parse_args(argv)
   name, _, split = flags.source.partition(":")
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
     if not (flags.first >= 0 and 0 < flags.rows <= len(problems) - flags.first):
       raise ValueError(
         f"--first={flags.first} --rows={flags.rows}: there are {len(problems)} rows; choose at "
-        "least one of them"
+        f"least one, with indices from 0 to {len(problems) - 1}"
       )
   except ValueError as error:
     parser.error(str(error))

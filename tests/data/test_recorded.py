@@ -73,8 +73,8 @@ BAD = {
   "a huge text": (ROW | dict(response="3" * (1 << 21)), "2,097,152 characters"),
   "a response that is too long": (ROW | dict(response="333333"), "7 tokens.*max_new_tokens=6"),
   "a prompt that is too long": (ROW | dict(prompt="1" * 9), "9 tokens.*max_prompt_tokens=8"),
-  "an empty prompt": (ROW | dict(prompt=""), "prompt takes 0 tokens"),
-  "nothing before it was cut off": (ROW | dict(response="", truncated=True), "takes 0 tokens"),
+  "an empty prompt": (ROW | dict(prompt=""), "prompt has no token"),
+  "nothing before it was cut off": (ROW | dict(response="", truncated=True), "response has no token"),
   "no reward": (dict(prompt="1+2=", response="3"), "no reward"),
   "a reward that is NaN": ('{"prompt": "1", "response": "3", "reward": NaN}', "reward=nan"),
   "an infinite reward": ('{"prompt": "1", "response": "3", "reward": 1e999}', "reward=inf"),
@@ -141,7 +141,7 @@ def test_several_files_and_none(tmp_path):
   for spec, why in refused.items():
     with pytest.raises(DataError, match=why):
       recorded.load(spec, TOK, "{question}", LIMITS, "raise")
-  with pytest.raises(DataError, match=r"no usable response \(0 bad rows, 1 without"):
+  with pytest.raises(DataError, match=r"no usable response \(0 bad rows, 1 with reward null"):
     load(tmp_path, ROW | dict(reward=None))
 
 
@@ -199,7 +199,7 @@ def test_without_stop_strings_the_record_says_how_a_response_ended(tmp_path):
   assert [stopped for stopped, _ in finishes(tmp_path, (), *rows)] == [True, False, False, True]
   rows = [dict(response="3;", length=n, truncated=False) for n in (2, 3)]
   assert finishes(tmp_path, (), *rows) == [(True, ids), (True, [*ids, STOP])]
-  with pytest.raises(DataError, match="3 tokens and length=2"):
+  with pytest.raises(DataError, match="length=2, but its text is encoded as 3 tokens"):
     finishes(tmp_path, (), dict(response="3;", length=2))
   with pytest.raises(DataError, match="truncated='no'"):
     finishes(tmp_path, (), dict(response="3;", response_ids=ids, truncated="no"))

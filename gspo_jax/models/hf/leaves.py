@@ -24,10 +24,14 @@ from gspo_jax.settings.model import ModelConfig
 
 
 class Part(NamedTuple):
-  """One parameter's part of one axis of a tensor, by letters.
+  """One parameter's elements on one axis of a tensor.
 
-  From `offset` on, the axis has `total` elements for each index of the outer letters. The
-  parameter's elements, by inner letters, begin at `start` among these `total` elements.
+  For each index of the outer letters, the axis has `total` elements in a row. The parameter's
+  elements among them begin at `start`, and are indexed by the inner letters. All elements begin at
+  `offset`. Examples, with gate and up of width F:
+
+    "F+", gate and up alternate: up has outer "F", inner "", offset 0, start 1, total 2.
+    "+F", up follows gate: up has outer "F", inner "", offset F, start 0, total 1.
   """
 
   outer: str
@@ -41,10 +45,10 @@ class Part(NamedTuple):
 class Leaf:
   """One parameter and its tensors in the files.
 
-  Several parameters of a block may share a tensor, such as gate and up. Then an axis has a "+". For
-  each index of the letters before the "+", the axis has one parameter after the other. The letters
-  after the "+" index the elements of each parameter. A tensor may have an axis O of size 1 that the
-  parameter lacks.
+  Several parameters of a block may share a tensor, such as gate and up. Then an axis has a "+": on
+  "+F", all of up follows all of gate; on "F+", the two alternate. In general, for each index of the
+  letters before the "+", the axis has elements of one parameter after the other. The letters after
+  the "+" index these elements. A tensor may have an axis O of size 1 that the parameter lacks.
   """
 
   key: str  # Key of `architectures.names`, such as "attention.q".
@@ -89,7 +93,7 @@ class Leaf:
   def parts(self) -> list[Part]:
     """Parts of the tensor's axes.
 
-    If an axis has no letters before the "+", the letters after the "+" are the outer ones.
+    On an axis such as "+F" each parameter is in one piece, so `offset` alone tells its place.
     """
     parts = []
     for axis in self.axes:
@@ -102,7 +106,10 @@ class Leaf:
     return parts
 
   def arranged(self, values: np.ndarray) -> np.ndarray:
-    """Arranges a slice without the stacked axes as in the tensor, with a split at the "+"."""
+    """Brings a slice's axes into the tensor's order.
+
+    The slice has no stacked axes. In the result, an axis with a "+" is two axes, split there.
+    """
     axes = " ".join(self.axes).replace("+", " ").split(" ")
     return values.transpose(self.order).reshape([self.size(axis) for axis in axes])
 
@@ -128,8 +135,9 @@ class Leaf:
 
 
 def leaves_of(config: ModelConfig, table: Params, names: dict[str, tuple[str, str]]) -> list[Leaf]:
-  """Returns the leaves of a table, in the table's order.
+  """Returns the leaves of a parameter tree, in the tree's order.
 
+  table: tree whose leaves have `letters` and `shape`.
   names: dict, key -> (name, axes) of its tensors, as from `architectures.names`.
   """
   stacks, leaves = config.stacks(), []
@@ -156,7 +164,7 @@ def leaves_of(config: ModelConfig, table: Params, names: dict[str, tuple[str, st
 
 
 def sharing(leaves: Sequence[Leaf]) -> list[list[int]]:
-  """Returns for each leaf the indices of all leaves with its tensors, in order."""
+  """Returns, for each leaf, the indices of all leaves in the same tensors, itself included."""
   groups = collections.defaultdict(list)
   for i, leaf in enumerate(leaves):
     groups[leaf.layers, leaf.name].append(i)
@@ -177,7 +185,7 @@ def joined(leaves: Sequence[Leaf], values: Sequence[np.ndarray]) -> np.ndarray:
 def by_layer(leaves: Sequence[Leaf]) -> list[tuple[int, int, tuple[int, ...]]]:
   """Returns (layer, index of leaf, position) of tensors, by layer.
 
-  In this order, the tensors of a layer are in one file or in neighbouring files. A shared tensor
+  Files written in this order have each layer in one file or in neighbouring files. A shared tensor
   is listed once, for its first parameter.
   """
   groups = sharing(leaves)
@@ -222,7 +230,7 @@ def require_finite(
 def tensors_of(leaves, arrays, plan) -> Iterator[np.ndarray]:
   """Yields the tensors of `plan`.
 
-  One layer of the parameters of one tensor is on the host at a time.
+  The host has one layer of one tensor's parameters at a time.
 
   plan: entries of `by_layer`.
   """

@@ -6,7 +6,8 @@ for new weights, and `--logprobs-mode processed_logprobs` for log-probs (docs/en
 A *call* requests one continuation of some tokens; an answer is a `Part` of a response. `ServerPool`
 runs all requests in the event loop of one thread. The host loop submits calls and takes their
 answers from a queue. After three failures in a row a server is excluded: it receives no calls until
-the next *publication*. A publication loads weights on all servers, and samples a probe on each.
+the next *publication*. A publication loads weights on all servers. Each server then samples a
+probe: responses to fixed prompts, by which the trainer recognizes damaged weights.
 """
 
 import asyncio
@@ -31,7 +32,8 @@ from gspo_jax.settings.sampling import ServerConfig
 MAX_FAILURES = 3  # Consecutive failed calls or health checks before a server is excluded.
 HEALTH_S = 5.0  # Pause between two health checks of a server with calls in flight.
 CONNECT_S = 10.0  # Time limit to connect, and for short requests.
-# Idle time until a connection is closed. A server would close it after 5 s, and drop requests.
+# Idle time until the client closes a connection. After 5 s the server would close it, and a request
+# sent at that moment would fail.
 IDLE_S = 2.0
 OTHER_CONNECTIONS = 16  # Connections per server for requests other than calls.
 SPARE_DESCRIPTORS = 1024  # File descriptors for the rest of the process.
@@ -181,8 +183,8 @@ class ServerPool:
     `answers`. A failed call is not repeated.
 
     Args:
-      avoid: URLs of servers at which the response's last calls failed. Such a server is chosen only
-        if no other server is usable.
+      avoid: URLs of servers at which earlier calls for the same response failed. Such a server is
+        chosen only if no other server is usable.
     """
     asyncio.run_coroutine_threadsafe(self._handle(call, avoid), self._loop)
 
@@ -268,7 +270,7 @@ class ServerPool:
   async def publish(
     self, weights: str, version: int, probe: Sequence[Call]
   ) -> list[list[Part] | None]:
-    """Loads weights on all servers, and samples a probe on each.
+    """Loads weights on all servers. Each then samples a probe.
 
     Each server is unusable until its `end_publication`.
 
@@ -297,7 +299,7 @@ class ServerPool:
     try:
       for path, body in publication_requests(weights, version):
         await self.request(server.url, path, body, seconds)
-        server.version = version  # Set after the first request, which pauses the server.
+        server.version = version  # The first request has paused the server; later ones repeat this.
     except Failed:
       with contextlib.suppress(Failed):
         await self.request(server.url, "/resume", {})

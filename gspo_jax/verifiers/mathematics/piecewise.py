@@ -1,4 +1,4 @@
-"""Compares functions by cases: pairs of value and condition (`nodes.Pieces`)."""
+"""Compares piecewise functions: pairs of value and condition (`nodes.Pieces`)."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,11 +10,11 @@ from gspo_jax.verifiers.mathematics.nodes import Pieces, Region, Relation, Scala
 
 Same = Callable[[object, object], bool]  # `equal.same_answer`.
 _OPPOSITE = {"even": "odd", "odd": "even", "rational": "irrational", "irrational": "rational"}
-_MAX_PIECES = 16  # Maximum number of pieces to compare conditions as sets.
+_MAX_PIECES = 16  # Conditions of more pieces are not compared as sets.
 
 
 def same(gold, ours, same_answer: Same) -> bool:
-  """Whether two functions by cases are equal; an expression counts as a single case."""
+  """Whether two piecewise functions are equal. An expression is a function of one piece."""
   first, second = (_pieces(side) for side in (gold, ours))
   if first is None or second is None:
     return False
@@ -24,9 +24,9 @@ def same(gold, ours, same_answer: Same) -> bool:
 
 
 def rename(node: Pieces, old: sp.Symbol, new: sp.Symbol) -> Pieces | None:
-  """Renames a variable of a function by cases.
+  """Renames a variable of a piecewise function.
 
-  Returns None if the new name already occurs, or a value is no expression.
+  Returns None if the new name already occurs, or a value is not a single expression.
   """
   pieces = []
   for value, condition in node.pieces:
@@ -44,13 +44,15 @@ def rename(node: Pieces, old: sp.Symbol, new: sp.Symbol) -> Pieces | None:
       condition = Relation(condition.operators, members)
     elif isinstance(condition, Word):
       words = condition.text.split()
+      if new.name in words:
+        return None
       condition = Word(" ".join(new.name if word == old.name else word for word in words))
     pieces.append((dataclasses.replace(value, value=value.value.xreplace({old: new})), condition))
   return Pieces(tuple(pieces))
 
 
 def _pieces(node) -> tuple | None:
-  """Returns the cases of a function or expression. Returns None for other nodes."""
+  """Returns the pieces of a function or expression. Returns None for other nodes."""
   if isinstance(node, Pieces):
     return _explicit(node.pieces)
   return ((node, None),) if isinstance(node, Scalar) else None
@@ -66,7 +68,7 @@ def _explicit(pieces: tuple) -> tuple:
 
 
 def _match_pieces(first: tuple, second: tuple, same_answer: Same) -> bool:
-  """Whether the cases match one to one, in any order."""
+  """Whether the pieces match one to one, in any order."""
   unmatched = list(second)
   for value, condition in first:
     for index, (other_value, other_condition) in enumerate(unmatched):
@@ -87,7 +89,10 @@ def _same_condition(first, second, same_answer: Same) -> bool:
 
 
 def _same_function(first: tuple, second: tuple, same_answer: Same) -> bool:
-  """Whether the values agree on each intersection of two conditions."""
+  """Whether two functions of one variable have one domain, and agree on all of it.
+
+  Each piece of one function is compared with each piece of the other, where both conditions hold.
+  """
   names = {c.name for _, c in (*first, *second) if isinstance(c, Region) and c.name}
   sets = [_sets(pieces) for pieces in (first, second)]
   if len(names) > 1 or None in sets:
@@ -137,7 +142,7 @@ def _same_on(value, other, region: sp.Set, variable: sp.Symbol, same_answer: Sam
 
 
 def _evaluate(value, point: dict):
-  """Returns a value at a point. Other nodes than expressions have no variables."""
+  """Returns an expression at a point. Other values, such as pairs, are returned unchanged."""
   if not isinstance(value, Scalar):
     return value
   return dataclasses.replace(value, value=sp.sympify(value.value.subs(point)))
