@@ -74,7 +74,7 @@ BAD = {
   "a response that is too long": (ROW | dict(response="333333"), "7 tokens.*max_new_tokens=6"),
   "a prompt that is too long": (ROW | dict(prompt="1" * 9), "9 tokens.*max_prompt_tokens=8"),
   "an empty prompt": (ROW | dict(prompt=""), "prompt has no token"),
-  "nothing before it was cut off": (ROW | dict(response="", truncated=True), "response has no token"),
+  "nothing before it was cut off": (ROW | dict(response="", truncated=True), "has no token"),
   "no reward": (dict(prompt="1+2=", response="3"), "no reward"),
   "a reward that is NaN": ('{"prompt": "1", "response": "3", "reward": NaN}', "reward=nan"),
   "an infinite reward": ('{"prompt": "1", "response": "3", "reward": 1e999}', "reward=inf"),
