@@ -1,10 +1,10 @@
 r"""Verifier of mathematical answers. Imports no JAX, and works from any thread.
 
-1. `extract` finds a response's answer, the candidate: the last `\boxed{...}`, else the text after
-   "answer is", else the value stated by the last sentence with a number.
-2. Equal texts and plain numbers are compared without SymPy, in this process.
-3. Other answers are parsed by `gspo_jax.verifiers.mathematics` and compared by SymPy. This may
-   hang, so it runs in worker processes that can be killed.
+1. `extract` finds the candidate, which is the answer in a response: the last `\boxed{...}`, else
+   the text after "answer is", else the last `<answer>`, else the value in the last sentence.
+2. This process compares the texts, and the values of plain numbers.
+3. If this comparison does not decide, `gspo_jax.verifiers.mathematics` parses both answers, and
+   SymPy compares them. SymPy may hang, so it runs in worker processes that can be killed.
 
 If the verifier hangs or crashes, the outcome is "timeout" or "crash" rather than "wrong".
 """
@@ -34,7 +34,7 @@ class Outcome(enum.StrEnum):
   WRONG = "wrong"
   UNPARSABLE = "unparsable"  # The response has no answer, or its answer cannot be parsed.
   TIMEOUT = "timeout"  # The comparison took too long.
-  CRASH = "crash"  # The verifier failed, or the gold answer cannot be parsed.
+  CRASH = "crash"  # The verifier failed, or the gold answer is a placeholder or cannot be parsed.
 
 
 # UNKNOWN outcomes are no verdict on the response.
@@ -73,8 +73,8 @@ def verify(
   """Checks a response against a gold answer. Safe from any thread, and in forked processes.
 
   Plain numbers are compared in this process. SymPy may hang, so it runs in a child process. The
-  first call starts the child, which takes about a second. If a comparison takes longer than
-  `time_limit_s`, the child is killed and replaced. `MathVerifier` is faster for batches.
+  first call with each time limit starts a child, which takes about a second. If a comparison takes
+  longer than the limit, the child is killed and replaced. `MathVerifier` is faster for batches.
 
   Args:
     response: text of the response, thought included.
@@ -83,11 +83,13 @@ def verify(
     time_limit_s: limit of one comparison, in seconds.
 
   Returns:
-    A verdict on the response: "right", "wrong" or "unparsable". If the verifier failed, or cannot
-    read the gold answer, a `pool.Failure` instead: "timeout" or "crash", with its `reason`.
+    The verdict "right", "wrong" or "unparsable". If the verifier failed, the value is a
+    `pool.Failure`, which is "timeout" or "crash" and has a `reason`. If the gold answer is a
+    placeholder, the value is "crash". If the gold answer cannot be read, a response with the same
+    text is right, and for any other response the value is "crash".
 
   Raises:
-    RuntimeError: the child process cannot be started, e.g. without SymPy.
+    RuntimeError: the child process cannot be started, for example because SymPy is missing.
     ValueError: the gold answer is empty.
   """
   return shared(time_limit_s).check([response], [answer], [finished])[0]
@@ -102,7 +104,7 @@ def shared(time_limit_s: float) -> "MathVerifier":
 
 
 def _forget() -> None:
-  """Drops lock and verifiers in a forked process: the verifiers' pipes belong to the parent."""
+  """Drops lock and verifiers in a forked process, since their pipes belong to the parent."""
   global _lock
   _lock = threading.Lock()
   _shared.clear()
@@ -118,10 +120,10 @@ class MathVerifier(contextlib.AbstractContextManager):
 
   Args:
     workers: number of processes. The constructor waits until they run, about a second.
-    time_limit_s: limit of one comparison in wall-clock seconds, without queueing.
+    time_limit_s: limit of one comparison in wall-clock seconds, counted from its start in a worker.
 
   Raises:
-    RuntimeError: the processes cannot be started, e.g. without SymPy.
+    RuntimeError: a process cannot be started, for example because SymPy is missing.
   """
 
   def __init__(self, workers: int, time_limit_s: float):
@@ -137,9 +139,10 @@ class MathVerifier(contextlib.AbstractContextManager):
   ) -> list[Outcome | pool.Failure]:
     """Returns one outcome per response.
 
-    If a gold answer cannot be parsed, a response with the same text as its answer is right, a
-    response without an answer is unparsable, and any other response is a crash. `check` then
-    returns a crash for every response that is not right.
+    If a gold answer is a placeholder, each of its responses is a crash. If a gold answer cannot be
+    parsed, a response with the same answer as text is right, a response without an answer is
+    unparsable, and any other response is a crash. In `check`, a response without an answer is a
+    crash in this case, too.
 
     Args:
       responses: texts of the responses.
@@ -171,8 +174,8 @@ class MathVerifier(contextlib.AbstractContextManager):
   ) -> list[Outcome | pool.Failure]:
     """Returns one outcome per response; arguments and errors as in `score`.
 
-    A response that is not right is a crash if its gold answer cannot be parsed, since the gold
-    answer is then at fault.
+    If a gold answer cannot be parsed, each of its responses that is not right is a crash, since the
+    gold answer is at fault.
     """
     outcomes, broken = self.score(responses, answers, finished), self.unreadable(answers)
     return [
@@ -181,9 +184,12 @@ class MathVerifier(contextlib.AbstractContextManager):
     ]
 
   def unreadable(self, answers: Sequence[str]) -> dict[str, pool.Failure]:
-    """Returns a dict from unparsable gold answers to failures, and caches the results."""
+    """Returns a dict from unparsable gold answers to failures.
+
+    Whether a gold answer can be parsed is cached.
+    """
     new = [answer for answer in dict.fromkeys(answers) if answer not in self._readable]
-    # If `quick_judge` can judge the candidate "0", the gold answer needs no parsing.
+    # If `quick_judge` can compare the gold answer with "0", it is a plain number, and readable.
     slow = [answer for answer in new if quick_judge("0", answer) is None]
     readable = dict.fromkeys(new, True) | dict(zip(slow, self._pool.map([[None, a] for a in slow])))
     self._readable |= {a: r for a, r in readable.items() if not isinstance(r, pool.Failure)}
@@ -195,15 +201,17 @@ class MathVerifier(contextlib.AbstractContextManager):
 
 
 def boxed(solution: str) -> str | None:
-  """Returns the boxed answer of a solution. Returns None if there is no box."""
+  """Returns the boxed answer of a solution. Returns None if no box has a content."""
   return extract(solution) if BOX.search(solution) else None
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def _gold(answer: str) -> str:
-  """Returns the answer within a gold solution: the boxed one, else the whole text.
+  r"""Returns the answer in a gold solution.
 
-  A text without a box is read like a response if it is longer than `MAX_ANSWER`.
+  If there is a box, the answer is its content, or the text after `\boxed{` if the brace is never
+  closed. A text without a box is the answer as a whole. But a text without a box that is longer
+  than `MAX_ANSWER` is read like a response.
   """
   if not BOX.search(answer):
     return (extract(answer) or answer) if len(answer) > MAX_ANSWER else answer
@@ -231,7 +239,7 @@ def quick_judge(candidate: str | None, answer: str) -> Outcome | None:
   value = quantity.read(gold)
   if value:
     candidate_value = quantity.read(ours, letters=True)
-    # With a decimal as the gold answer, 2,74 is read as 2.74.
+    # If the gold answer is a decimal, the candidate 2,74 is read as 2.74.
     if candidate_value is None and value.places and re.match(r"-?\d+,\d+(?![\d,.])", ours):
       candidate_value = quantity.read(ours.replace(",", "."))
     if candidate_value:
@@ -246,8 +254,8 @@ def quick_judge(candidate: str | None, answer: str) -> Outcome | None:
 def judge(candidate: str, answer: str) -> Outcome:
   """Compares two answers by SymPy, without a time limit.
 
-  An answer may have several readings. The outcome is right if a reading of the candidate equals one
-  of the gold answer.
+  An answer may have several readings, for example 1,234 as a number or as a list. The outcome is
+  right if a reading of the candidate equals a reading of the gold answer.
 
   Raises:
     ValueError: the gold answer cannot be parsed and differs from the candidate as text.

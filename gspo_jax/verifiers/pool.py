@@ -1,8 +1,8 @@
 """Pool of worker processes for verifiers that may hang or crash. Imports no JAX.
 
-A worker is a new Python interpreter, `python -m gspo_jax.verifiers.pool`. Both alternatives fail
-beside a trainer. A forked process would inherit JAX's locks, which might stay locked forever.
-Multiprocessing's "spawn" would import the trainer's main module, and thereby JAX.
+A worker is a new Python interpreter, `python -m gspo_jax.verifiers.pool`. Two common ways to start
+a worker do not suit a trainer. A forked process would inherit JAX's locks, which might stay locked
+forever. Multiprocessing's "spawn" would import the trainer's main module, and thereby JAX.
 
 The pool kills a worker by SIGKILL if an item takes too long. The time counts from the moment when
 the pool sends the item to an idle worker. Limits within the worker would not suffice: a signal
@@ -54,14 +54,14 @@ class Pool(contextlib.AbstractContextManager):
   Args:
     function: "package.module:name" of a function from one JSON value to another.
     workers: number of processes.
-    time_limit_s: limit of one item in wall-clock seconds, without queueing.
+    time_limit_s: limit of one item in wall-clock seconds, counted from its start in a worker.
     warm_up: first item of every new worker, which thereby imports modules and fills caches.
       `START_LIMIT_S` limits the worker's start and this item together.
     memory_bytes: limit of a worker's address space. An item that needs more is a crash
       (MemoryError). None sets no limit.
 
   Raises:
-    RuntimeError: a worker cannot be started. The message has the worker's traceback.
+    RuntimeError: a worker cannot be started. The message has the reason, such as a traceback.
     ValueError: `workers` or `time_limit_s` is not positive.
   """
 
@@ -153,7 +153,7 @@ class Pool(contextlib.AbstractContextManager):
         return results
       time_s = time.monotonic()
       connection.wait([w.pipe for w in busy], max(0.0, min(w.deadline for w in busy) - time_s))
-      # The time is taken before reading the pipes, so that a result on time is not late.
+      # This time precedes the reads. So a result that has arrived in time never counts as late.
       time_s = time.monotonic()
       for worker in busy:
         message = worker.receive()
@@ -200,8 +200,8 @@ class _Worker:
     """Starts the process and sends the warm-up item, or counts a failed start."""
     root = str(pathlib.Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    # With a fixed hash seed, SymPy's results are the same in all workers and runs. BLAS, unused
-    # here, would reserve memory for a thread per core.
+    # With a fixed hash seed, SymPy's results are the same in all workers and runs. BLAS is not
+    # used, but with its default setting would reserve memory for a thread per core.
     settings = {"PYTHONHASHSEED": "0", "PYTHONSAFEPATH": "1", "OPENBLAS_NUM_THREADS": "1"}
     try:
       ours, theirs = socket.socketpair()
@@ -273,8 +273,8 @@ class _Worker:
 def _serve(descriptor: int, function: str, memory_bytes: int) -> None:
   """Runs in a worker: reads items from the pipe, and writes results.
 
-  An item is read as `[time limit, item]`. A message is `{"value": ...}` or `{"error": ...}`, with
-  `"last": True` if the process should be replaced.
+  The pool sends `[time limit, item]`. The worker answers by a message `{"value": ...}` or
+  `{"error": ...}`, which has `"last": True` if the pool should replace the process.
   """
   pipe = connection.Connection(descriptor)
   _limit(resource.RLIMIT_CORE, 0)
@@ -285,8 +285,8 @@ def _serve(descriptor: int, function: str, memory_bytes: int) -> None:
     while True:
       time_limit_s, item = json.loads(pipe.recv_bytes())
       # If the pool's process died, it cannot kill this one. SIGALRM then kills this process, since
-      # the signal has no handler. RLIMIT_CPU would not do, since it counts the seconds of all
-      # threads. Child processes would inherit this limit, even a prover that serves later items.
+      # the signal has no handler. RLIMIT_CPU would not do: it counts the seconds of all threads,
+      # and child processes inherit it, even a prover that serves later items.
       signal.setitimer(signal.ITIMER_REAL, time_limit_s + GRACE_S)
       try:
         message = {"value": getattr(importlib.import_module(module), name)(item)}

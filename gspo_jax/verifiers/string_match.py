@@ -54,7 +54,7 @@ def verify(response: str, answer: str, finished: bool = True) -> str:
 
 
 def check_answer(text: str) -> None:
-  """Raises ValueError for an empty gold answer, after `normalise`."""
+  """Raises ValueError if a gold answer is empty after `normalise`."""
   if not normalise(text):
     raise ValueError(
       f"the gold answer {text!r:.80} has only white space and punctuation: give it a text"
@@ -64,9 +64,10 @@ def check_answer(text: str) -> None:
 def extract(response: str, finished: bool = True, longest: int = MAX_ANSWER) -> str | None:
   """Returns the answer in a response. Returns None if there is none.
 
-  The answer is the content of the last `<answer>`, else the last line. If "the answer is" occurs in
-  this text, only the text after these words is the answer. The thought does not count
-  (`thought.after`). An answer has at most `longest` characters, and is not empty after `normalise`.
+  The answer is the content of the last `<answer>`, else the last line. If this text has words such
+  as "the answer is", only the text after the last of these words is the answer. The thought does
+  not count (`thought.after`). A text of more than `longest` characters is no answer, and neither is
+  a text that `normalise` makes empty.
 
   Args:
     response: text of the response.
@@ -82,7 +83,7 @@ def extract(response: str, finished: bool = True, longest: int = MAX_ANSWER) -> 
 
 
 def _without_label(line: str) -> str:
-  """Returns the text after the last "the answer is", else the line."""
+  """Returns the text after the last "the answer is", else the whole line."""
   return line[max((label.end() for label in _LABEL.finditer(line)), default=0) :]
 
 
@@ -114,9 +115,9 @@ def normalise(text: str) -> str:
 
 
 def _compatible(word: str) -> str:
-  """Applies NFKC in pieces of 256 characters.
+  """Applies NFKC to a word in pieces of 256 characters.
 
-  Sorting a long series of combining characters would take quadratic time.
+  In a single piece, NFKC would take quadratic time to sort a long series of combining characters.
   """
   pieces = (word[start : start + 256] for start in range(0, len(word), 256))
   return "".join(unicodedata.normalize("NFKC", piece) for piece in pieces)

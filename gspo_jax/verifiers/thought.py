@@ -7,7 +7,7 @@ def after(response: str) -> str:
   """Returns the text after the last `</think>`; "" if a thought is not closed.
 
   Returns a response without tags unchanged. If the prompt ends with `<think>`, the response lacks
-  this tag: add it by `with_opening` first.
+  this tag, so add it by `with_opening` first.
   """
   text = response.rpartition(CLOSE)[2]
   return "" if OPEN in text else text

@@ -26,8 +26,8 @@ def math_reward(
     **kwargs: unused; TRL passes all columns of the data set.
 
   Returns:
-    1 for a right answer and 0 for a wrong or missing one. None if there is no gold answer, or if
-    the verifier failed; TRL excludes None from the reward.
+    A reward for each completion: 1 for a right answer, and 0 for a wrong or missing one. The reward
+    is None if there is no readable gold answer, or if the verifier failed. TRL ignores None.
   """
   texts = [text if isinstance(text, str) else _content(text) for text in completions]
   pairs = [(text, gold) for text, gold in zip(texts, answer, strict=True) if _has_answer(gold)]
@@ -54,9 +54,9 @@ def compute_score(
     **kwargs: unused.
 
   Returns:
-    A dict. "score" and "acc" are 1 for a right answer, else 0. "unknown" is 1 if there is no gold
-    answer or the verifier failed, else 0. An unknown response has the score 0, since verl needs a
-    number.
+    A dict. "score" and "acc" are 1 for a right answer, else 0. "unknown" is 1 if there is no
+    readable gold answer or the verifier failed, else 0. An unknown response has the score 0, since
+    verl needs a number.
   """
   reward = None
   if _has_answer(ground_truth):
