@@ -1,7 +1,8 @@
 """Decides whether two SymPy expressions are equal.
 
-If an exact comparison is fast, it decides. Otherwise the expressions are compared at some points in
-many digits. Then a wrong answer could pass by accident, with a negligible probability.
+If there is a fast exact comparison, it decides. Otherwise the variables take several sets of values
+(points), and the values of the expressions are compared in many digits. A wrong answer could pass
+such a comparison by accident, with a negligible probability.
 """
 
 import contextlib
@@ -12,9 +13,9 @@ import sympy as sp
 from gspo_jax.verifiers.mathematics.values import MAX_FACTORIAL
 
 MAX_TERMS = 1000  # Maximum number of terms of an evaluated sum.
-DIGITS = 120  # Digits in which two equal values agree, relative to their size.
+DIGITS = 120  # Number of leading digits in which two equal values agree.
 PRINTED = 14  # Correct digits of a printed floating-point number (float64).
-# Points for comparisons: a value for each variable, in the order of names.
+# Points for comparisons. A point has a value for each of six variables, which are sorted by name.
 _POINTS = [
   [sp.Rational(n, d) for n, d in ((13, 11), (29, 17), (41, 37), (53, 43), (67, 59), (71, 61))],
   [sp.Rational(n, d) for n, d in ((5, 17), (11, 23), (7, 31), (19, 41), (23, 47), (31, 59))],
@@ -22,15 +23,15 @@ _POINTS = [
   [sp.Rational(n, d) for n, d in ((19, 7), (-13, 29), (37, 3), (-43, 41), (17, 53), (-5, 47))],
   [sp.Rational(n, d) for n, d in ((-11, 3), (-3, 13), (-19, 23), (-41, 7), (-2, 37), (-59, 5))],
 ]
-# Further points for expressions with kinks (|x|, roots), far from 0 and near 0, on all sides.
+# Further points for expressions with kinks (|x|, roots): two points far from 0, and one near 0.
 _FAR = [
   [sp.Rational(n, 3) for n in (10007, -10009, 10037, -10039, 10061, -10067)],
   [sp.Rational(n, 3) for n in (-10079, 10091, -10093, 10099, -10103, 10111)],
   [sp.Rational(-n, 17) for n in (3, 5, 7, 2, 11, 13)],
 ]
 
-# Further points for expressions that are real in few places, such as logarithms: each variable
-# takes 25 values around 0 at distances of 1, then 25 at distances of 30.
+# Further points for expressions that are real in few places, such as logarithms. Each variable
+# takes 25 values around 0 that are 1 apart, then 25 values that are 30 apart.
 _STEPS = [
   [sp.Rational(7 * (k * step % 25 - 12) + 3, 7) * scale for step in (1, 2, 3, 7, 11, 13)]
   for scale in (1, 30)
@@ -42,7 +43,7 @@ _UNEVALUATED = (sp.Sum, sp.Product, sp.Integral, sp.Limit)
 # Errors of SymPy for unsupported operations.
 _REFUSALS = (ArithmeticError, AttributeError, NotImplementedError, TypeError, ValueError)
 
-# Functions by cases: comparison at a few points might miss a case.
+# Piecewise functions. A few points might miss a piece, so only expressions of one form are equal.
 _PIECEWISE = (sp.Max, sp.Min, sp.floor, sp.ceiling, sp.Mod)
 
 
@@ -53,7 +54,7 @@ def same_expression(a, b) -> bool:
   matrices = [isinstance(side, sp.MatrixBase) for side in (a, b)]
   if any(matrices):
     return all(matrices) and a.shape == b.shape and all(map(same_expression, a, b))
-  # Letters may be matrices (`values.MATRICES`), so the order of a product counts.
+  # Letters may be matrices (`values.MATRICES`), so the order of factors counts.
   if any(map(_has_products, (a, b))) and sp.expand(a - b) != 0:
     return False
   a, b = commuting(a), commuting(b)
@@ -84,7 +85,7 @@ def commuting(value):
 
 
 def _has_products(value) -> bool:
-  """Whether there is a product of several non-commuting variables."""
+  """Whether a value has a product of different non-commuting variables."""
   return any(
     len({s for f in mul.args for s in f.free_symbols if not s.is_commutative}) > 1
     for mul in value.atoms(sp.Mul)
@@ -93,7 +94,11 @@ def _has_products(value) -> bool:
 
 
 def evaluate(value):
-  """Evaluates sums, products, integrals and limits, unless one has over `MAX_TERMS` terms."""
+  """Evaluates sums, products, integrals and limits.
+
+  Returns the value unchanged if SymPy cannot evaluate it, or if a finite sum or product has more
+  than `MAX_TERMS` terms.
+  """
   for part in value.atoms(sp.Sum, sp.Product):
     terms = part.limits[0][2] - part.limits[0][1]
     if terms.is_number and terms.is_finite and not terms <= MAX_TERMS:
@@ -127,7 +132,7 @@ def _replace_functions(a, b):
 
 
 def _same_value(a, b) -> bool:
-  """Whether two numbers agree in `DIGITS` digits, relative to their size."""
+  """Whether two numbers agree in their first `DIGITS` digits."""
   if not (a.is_finite and b.is_finite):
     return False
   if sp.S.Zero in (a, b):
@@ -143,7 +148,7 @@ def _same_value(a, b) -> bool:
 
 
 def _is_zero(value) -> bool:
-  """Whether a number is 0, first by its size, then by SymPy's proof."""
+  """Whether a number is 0. If its size leaves this open, SymPy must prove it."""
   size = sp.Abs(value).evalf(15, maxn=800)
   if size.is_Float and size > sp.Float(10) ** -300 and size._prec > 1:
     return False
@@ -151,9 +156,10 @@ def _is_zero(value) -> bool:
 
 
 def _same_at_points(a, b, symbols) -> bool:
-  """Whether two expressions agree at all tried points, at least two.
+  """Whether two expressions agree at all suitable points, of which there must be two.
 
-  Points at which the argument of a root or logarithm is not positive are not used.
+  A point is suitable if all arguments of roots and logarithms are positive, and both values are
+  defined and finite.
   """
   count, integers = 0, _exponents(a) | _exponents(b)
   points = _POINTS + (_FAR if _has_kinks(a) or _has_kinks(b) else [])
@@ -208,7 +214,10 @@ def _real_inside(expressions, values) -> bool:
 
 
 def constant_ratio(a, b):
-  """Returns the constant value of `a / b`. Returns None if the ratio varies or is 0."""
+  """Returns the constant value of `a / b`.
+
+  Returns None if the ratio varies, is 0, or cannot be determined.
+  """
   a, b = _replace_functions(a, b)
   symbols = sorted(a.free_symbols | b.free_symbols, key=str)
   if a.free_symbols != b.free_symbols or len(symbols) > len(_POINTS[0]):

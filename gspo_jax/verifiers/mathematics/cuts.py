@@ -1,4 +1,4 @@
-"""Splits tokens at operators outside of brackets, and removes trivial conditions."""
+"""Splits tokens at operators outside of brackets, and removes redundant conditions."""
 
 import re
 
@@ -15,7 +15,8 @@ def find(tokens: list[Token], *texts: str) -> bool:
 def cut(tokens: list[Token], *texts: str) -> tuple[list[str], list[list[Token]]]:
   """Returns the operators outside of brackets, and the parts between them.
 
-  texts: operators to split at; by default relations, which are returned as in `_RELATIONS`.
+  texts: operators to split at. If there are none, the tokens are split at relations, and the values
+    of `_RELATIONS` are returned as operators.
   """
   names = dict(zip(texts, texts)) or _RELATIONS
   operators, parts, depth = [], [[]], 0
@@ -36,7 +37,10 @@ def split(tokens: list[Token]) -> list[list[Token]]:
 
 
 def match(tokens: list[Token], start: int = 0) -> int:
-  """Returns the index of the bracket that closes the one at `start`, or -1 if there is none."""
+  """Returns the index of the bracket that closes the one at `start`.
+
+  Returns -1 if the bracket is never closed, and `start` if there is no opening bracket.
+  """
   depth = 0
   for index in range(start, len(tokens)):
     depth += _depth_change(tokens[index])
@@ -46,7 +50,7 @@ def match(tokens: list[Token], start: int = 0) -> int:
 
 
 def environment(tokens: list[Token], start: int) -> tuple[str, list[Token], int]:
-  r"""Returns name, content and end of the environment at `start`.
+  r"""Returns name and content of the environment at `start`, and the index after it.
 
   Raises:
     Unreadable: the environment is not closed, or is closed by another name.
@@ -60,13 +64,13 @@ def environment(tokens: list[Token], start: int) -> tuple[str, list[Token], int]
 
 
 def _depth_change(token: Token) -> int:
-  """Returns 1 for an opening bracket or \\begin, -1 for a closing one, else 0."""
+  """Returns 1 for an opening bracket or \\begin, -1 for a closing bracket or \\end, else 0."""
   name = token.text if token.kind == "command" else token.kind
   return {"open": 1, "begin": 1, "close": -1, "end": -1}.get(name, 0)
 
 
 def without_reals(tokens: list[Token]) -> list[Token]:
-  r"""Removes the trivial condition "\in \mathbb{R}" after a name."""
+  r"""Removes the condition "\in \mathbb{R}", since variables are real anyway."""
   operators, parts = cut(tokens)
   return parts[0] if operators == ["in"] and shape(parts[1]) == "mathbbR" else tokens
 

@@ -1,6 +1,7 @@
 """Compares answers parsed by `structure`.
 
-Numbers are compared exactly, or in many digits relative to their size.
+Numbers are compared exactly, or in many digits (`algebra.DIGITS`). A decimal counts as the rounding
+of a number only if it has enough digits (`quantity.ROUNDED`, `algebra.PRINTED`).
 """
 
 import fractions
@@ -58,7 +59,7 @@ def same_answer(gold, ours) -> bool:
 
 
 def _single(gold, ours) -> bool:
-  """Compares answers; a list or set of one item counts as this item."""
+  """Compares the only item of a list or set with another answer."""
   for group, other in ((gold, ours), (ours, gold)):
     if isinstance(group, Group) and group.kind in ("list", "set") and len(group.items) == 1:
       return same_answer(group.items[0], other)
@@ -103,8 +104,8 @@ def _same_named(gold, ours) -> bool:
 def _rename_parameter(function: Named, parameter: str) -> Named:
   """Renames a function's parameter.
 
-  For example, f(t) = t + 1 becomes f(x) = x + 1. Returns the function unchanged if its value is no
-  expression, or already has the new parameter.
+  For example, f(t) = t + 1 becomes f(x) = x + 1. Returns the function unchanged if this is
+  impossible, for example because its value already has the letter x.
   """
   old, new = (sp.Symbol(letter, real=True) for letter in (function.parameter, parameter))
   if isinstance(function.value, Pieces):
@@ -123,7 +124,7 @@ def _rename_parameter(function: Named, parameter: str) -> Named:
 def _is_sum(relation: Relation) -> bool:
   """Whether a relation states the value of a sum, such as m + n = 204.
 
-  x + y = 204 does not, since it is the equation of a line.
+  x + y = 204 does not count, since it is the equation of a line.
   """
   total, *values = relation.members
   letters = total.args if isinstance(total, sp.Add) else ()
@@ -169,7 +170,10 @@ def _reverse(relation: Relation) -> Relation:
 
 
 def _proportional(gold: Relation, ours: Relation) -> bool:
-  """Whether two relations are equal up to a constant factor, positive for inequalities."""
+  """Whether two relations are equal up to a constant factor.
+
+  The factor must be positive, unless the operator is = or !=.
+  """
   a, b = (algebra.commuting(r.members[0] - r.members[1]) for r in (gold, ours))
   if isinstance(a, sp.MatrixBase) or isinstance(b, sp.MatrixBase):
     return False
@@ -213,7 +217,7 @@ def _same_group(gold: Group, ours: Group) -> bool:
 
 
 def _has_labels(group: Group) -> bool:
-  """Whether all items of a list are named, with different names."""
+  """Whether all items of a list have names, at least two of them different."""
   labels = [item.name for item in group.items if isinstance(item, Named)]
   return len(labels) == len(group.items) > 1 and len(set(labels)) > 1
 
@@ -225,7 +229,7 @@ def _in_order(a, b) -> bool:
 def _any_order(a, b) -> bool:
   """Whether items match one to one, in any order.
 
-  Each item takes the first match, which is right if equality is transitive.
+  Each item takes its first match. If equality is transitive, no other choice finds more matches.
   """
   unmatched = list(b)
   for item in a:
@@ -246,7 +250,7 @@ def _same_vector(matrix, group) -> bool:
 
 
 def _same_scalar(gold: Scalar, ours: Scalar) -> bool:
-  """Compares matrices, rational numbers, or other values, with their units."""
+  """Compares matrices, or numbers and expressions with their units."""
   matrices = [isinstance(side.value, sp.MatrixBase) for side in (gold, ours)]
   if any(matrices):
     return (
@@ -338,7 +342,10 @@ def _pieces(region: sp.Set) -> list[tuple] | None:
 
 
 def same_text(gold: str, ours: str) -> bool:
-  """Compares texts. Dollar signs, repeated spaces and first capitals of words do not count."""
+  """Compares texts. Dollar signs and repeated spaces do not count.
+
+  If both texts consist of words, capitals do not count either, as far as `fold` removes them.
+  """
   a, b = (" ".join(normalise(text).replace("$", " ").split()) for text in (gold, ours))
   words = re.compile(r"(?:\\text\s*\{)?([A-Za-z][A-Za-z' ,-]{2,})\}?")
   if words.fullmatch(a) and words.fullmatch(b):

@@ -1,8 +1,8 @@
 r"""Parses one expression, without lists and relations, to a SymPy value.
 
-Every token counts: an unsupported one raises `Unreadable`. Numbers stay exact. The size of a result
-is bounded before it is computed. Letters that may be matrices do not commute (`values.MATRICES`);
-`algebra.same_expression` compares the order of such letters in products.
+No token is ignored: an unsupported one raises `Unreadable`. Numbers stay exact. The size of powers
+and factorials is bounded before they are computed. Letters that may be matrices (`values.MATRICES`)
+do not commute, and `algebra.same_expression` compares their order in products.
 """
 
 import re
@@ -62,7 +62,7 @@ class _Reader:
   def __init__(self, tokens: list[Token], sign: int):
     self.tokens, self.sign = tokens, sign
     self.position = self.depth = self.bars = 0  # `bars`: number of open |.
-    self.bound: set[str] = set()  # Variables of sums and limits. A bound i or e is no constant.
+    self.bound: set[str] = set()  # Variables of sums and limits. An i or e in it is no constant.
 
   def peek(self, offset: int = 0) -> Token:
     index = self.position + offset
@@ -153,7 +153,7 @@ class _Reader:
     return before * value
 
   def letters_before(self):
-    """Returns the product of the letters before the last letter of a word: a for ab^2."""
+    """Splits a word: for ab^2, returns a, and leaves b as the next token. Else returns 1."""
     token = self.peek()
     if token.kind != "word":
       return sp.Integer(1)
@@ -218,7 +218,7 @@ class _Reader:
     raise Unreadable(f"unexpected {token.text!r}")
 
   def mixed(self, value):
-    r"""Reads the rest of a mixed number (3\frac{1}{2}), or a number's base (204_5)."""
+    r"""Reads a fraction (3\frac{1}{2}) or base (204_5) after a number, and returns the whole."""
     if base := self.base():
       return sp.Symbol(f"{value}_{base}", real=True)
     following = [self.peek(i) for i in range(4)]
@@ -311,7 +311,7 @@ class _Reader:
     return sp.Symbol(f"{value}_{digits}", real=True) if digits else value
 
   def argument(self):
-    r"""Reads a command's argument: a group, or one digit, letter or command (\frac12)."""
+    r"""Reads a command's argument: a group, or a digit, letter or command, as 1 of \frac12."""
     if self.peek().text == "{":
       return self.bracket(self.take())
     token = self.peek()
@@ -387,7 +387,7 @@ class _Reader:
     return result if exponent is None else power(result, exponent)
 
   def operand(self):
-    r"""Reads an operand: brackets, or the factors before an operator, bracket or function."""
+    r"""Reads a function's operand: brackets, or factors up to an operator, bracket or function."""
     if self.peek().text in ("(", "{", "["):
       return self.postfix(self.atom())
     negative = self.accept("-")

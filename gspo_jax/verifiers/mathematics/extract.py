@@ -1,7 +1,8 @@
-r"""Finds the answer in a response: a box (`\boxed{}`), or a sentence of a known form.
+r"""Finds the answer in a response: in a box (`\boxed{}`), in `<answer>`, or in a sentence.
 
-Other text is no answer. An answer is later parsed as a whole or not at all, so it must not contain
-more words: "18 is wrong" and "18 or 19" are no numbers. All patterns take time linear in the text.
+Other modules parse the answer as a whole or not at all. So this module removes words around it, but
+only words that do not change it: "18 is wrong" and "18 or 19" are not 18. All patterns take time
+linear in the text.
 """
 
 import re
@@ -16,8 +17,8 @@ BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![a-zA-Z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 # Spaces and delimiters between two boxes of a list.
 _FILLER = re.compile(r"\\(?:q?quad|[,;:!()\[\] ])|\\(?:text|mbox)(?=\{)|[\s${}]")
-# "and" or "or" before a box, with at most a name such as "x =" between. "And the sum is" begins
-# another answer.
+# "and" or "or" before a box, with at most a name such as "x =" between. After "and the sum is", the
+# box is another answer.
 _JOINED = re.compile(r"\b(?:and|or)\b\W*(?:\b[A-Za-z]\w*\s*=)?\W*$")
 
 # A marker that announces an answer: "####", "answer is", "answer:", also in other languages.
@@ -46,8 +47,8 @@ _VERBS = (
   (?:must|will|should|turn(?:s|ed)?_out_to)_be (?:it|that|there)['’]s"""
 ).split()
 _VERB = re.compile(rf"(?:\b(?:{'|'.join(_VERBS)})\b|:)\s+".replace("_", " "), re.IGNORECASE)
-# Verbs before a reported number with a unit, "Jojo scored 54 points": stems of regular verbs, and
-# irregular past tenses.
+# Verbs before a number with a unit, as in "Jojo scored 54 points". The first list has stems of
+# verbs, the second has irregular past tenses.
 _STEMS = """
   scor walk earn us need collect receiv produc sav pick bak plant donat deliver bik hik travel
   practic climb complet finish work play cook wash harvest contribut start cover invest rais
@@ -62,7 +63,7 @@ _REPORT = re.compile(
   r"(?: for| by| with| an?(?: \w+)? (?:total|profit|loss|sum|distance|score) of)? )"
   r"(?:[a-df-hj-zA-Z] ?= ?)?(?=\\?[$€£]?\d)"
 )
-_NO_REPORT = re.compile(  # Words of wishes, thoughts or other subjects before such a verb.
+_NO_REPORT = re.compile(  # Words such as "could" or "hope", after which the number is no fact.
   r"\b(?:answer|value|number|solution|could|may|might|would|should|ought|to|than|almost|any|every"
   r"|when|once|until|till|before|after|(?:think|want|hope|wish|expect|claim|believe|sa[iy])[a-z]*"
   r"|thought|(?-i:[a-z]+ly))\b",
@@ -87,8 +88,8 @@ _NUMBER = re.compile(
   r"(?:[(\[][^()\[\]]*[)\]]|[^\s,]*[-\\√π^_)}:+*/=][^\s,]*(?: [^a-zA-Z]+)?|[A-J]\b"
   r"|\\?[$€£]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s/\s?\d+)?(?:\s?\\?%)?)(?=[\s,(]|[a-z]|$)"
 )
-# Characters that are in no calculation with counts such as "9 eggs * $2/egg": unusual signs, and
-# single letters except a, A, I, and the x of a product.
+# Characters that do not occur in calculations with counts such as "9 eggs * $2/egg". They are rare
+# signs, and single letters except a, A, I, and the x of a product.
 _NOT_IN_SUM = re.compile(
   r"[^A-Za-z\d\s.,+*/×÷·()$€£%:–\\-]|\\(?![$%])"
   r"|(?<![A-Za-z])(?!x\s*\$?\d)[b-zB-HJ-Z](?![A-Za-z])"
@@ -97,7 +98,7 @@ _OPERATOR = re.compile(
   r"[\d%)](?:[A-Za-z\s]*[-+*/×÷·–(]|\s*(?:[A-Za-z]{2,20}\s){0,5}x)|\b(?:of|times|plus|minus|by)\b"
 )
 _UNKNOWN = re.compile(r"(?:^|[^\w\\^)}*/+-]\s?)[A-Za-z]?\s*$")  # At most a lone x before "=".
-# A unit of one letter after a formula, as in "$5\\sqrt{2}$ m".
+# A unit of one letter after a formula, as in "$5\sqrt{2}$ m".
 _UNIT_AFTER_FORMULA = re.compile(
   r"((?<!\\)\$|\\\)|π(?= \w[²³/])) ([msghJNVWKL](?:[²³]|/[smh][²³]?)?)(?=[\s.,;]|$)"
 )
@@ -122,10 +123,10 @@ def extract(response: str, finished: bool = True) -> str | None:
   answer if all boxes are empty or incomplete. If "the final answer is" and only a value follow the
   last box, the answer is this value. If there is no box, the answer is the first of these:
 
-  1. the value after the last "####", "answer is", "answer:" or "answer ="; if there is an
-     `<answer>`, the words must be within the last one;
-  2. the whole content of the last `<answer>`;
-  3. the value stated by the last sentence with a number, if there is no `<answer>`.
+  1. The value after the last "####", "answer is", "answer:" or "answer =". If there is an
+     `<answer>`, such words count in the last `<answer>` only.
+  2. The whole content of the last `<answer>`.
+  3. The value stated by the last sentence with a number or formula, if there is no `<answer>`.
 
   Args:
     response: text of the response.
@@ -146,15 +147,15 @@ def extract(response: str, finished: bool = True) -> str | None:
 
 
 def _on_one_line(display: re.Match) -> str:
-  """Removes line breaks and full stops of a displayed formula."""
+  """Writes a displayed formula on one line, without full stops or semicolons after its parts."""
   return re.sub(r"[.;](?= |\\end|\$\$|\\\])", "", display[0].replace("\n", " "))
 
 
 def _announced(text: str, finished: bool) -> str | None:
   """Returns the answer after the last marker. Returns None if there is no marker.
 
-  Returns "" if no answer follows, or if the text denies or retracts the answer. "####" counts as a
-  heading of Markdown, unless its line is a value or the last line of a finished response.
+  Returns "" if no answer follows, or if the text denies or retracts the answer. "####" is a marker
+  only before a value, or in the last line of a finished response. Elsewhere it begins a heading.
   """
   for match in [*_MARKER.finditer(text)][: -_MAX_MATCHES - 1 : -1]:
     lines = [line.strip() for line in text[match.end() :].split("\n") if re.search(r"\w", line)]
@@ -168,7 +169,10 @@ def _announced(text: str, finished: bool) -> str | None:
 
 
 def _statement(line: str) -> str:
-  """Returns the answer in the first sentence of a line."""
+  """Returns the answer in the first sentence of a line.
+
+  But of "not 5. It is 6", returns 6.
+  """
   first, *following = [part for part in _SENTENCE.split(_bare(line)) if part.strip()] or [""]
   correction = re.match(r"\s*(?:[Ii]t|rather) is (.+)", following[0]) if following else None
   if correction and first.startswith("not "):
@@ -182,7 +186,10 @@ def _statement(line: str) -> str:
 
 
 def _last_statement(text: str) -> str:
-  """Returns the value stated by the last sentence with a number or formula."""
+  """Returns the value stated by the last sentence with a number or formula.
+
+  Returns "" if there is no such sentence, or if this or a later sentence denies the value.
+  """
   text = text.strip()
   if FORMULA.fullmatch(text):
     return trim(text)
@@ -199,9 +206,10 @@ def _last_statement(text: str) -> str:
 
 
 def _stated_value(sentence: str) -> str:
-  """Returns a sentence's stated value, or the sentence without words such as "so" before it.
+  """Returns the value stated by a sentence, usually after a verb.
 
-  The value is usually after a verb. Returns "" if the clause before the verb denies the value.
+  If there is no such value, returns the sentence without words such as "so" at its beginning.
+  Returns "" if the clause before the verb denies the value.
   """
   subject = re.fullmatch(
     r"(.+?) is (?:correct|(?:the|our|your) (?:final )?(?:solution|answer)s?)\W*", sentence
@@ -233,7 +241,10 @@ def _reported_value(sentence: str) -> str:
 
 
 def _value(text: str) -> str:
-  """Returns an answer and its unit, without words before and after them."""
+  """Returns an answer and its unit, without the words around them.
+
+  Returns "" for an approximation, such as "~5".
+  """
   text = _without_lead(text)
   result = _result(text)
   text = result or text
@@ -274,7 +285,10 @@ def _without_lead(text: str) -> str:
 
 
 def _bare(line: str) -> str:
-  """Removes Markdown and delimiters of formulas from a line."""
+  """Removes Markdown and delimiters of formulas from a line.
+
+  The delimiters remain if the whole line is one formula.
+  """
   line = _MARKDOWN.sub("", plain(line))
   if FORMULA.fullmatch(line.rstrip(" .")):
     return line
@@ -282,7 +296,10 @@ def _bare(line: str) -> str:
 
 
 def _is_value(line: str) -> bool:
-  """Whether a whole line is a formula or number, with its unit."""
+  """Whether a whole line is a value.
+
+  A value is a formula or a number, with or without a unit, or "no solution".
+  """
   text = trim(_bare(line))
   if is_formula(text) or quantity.read(text, letters=True):
     return True
@@ -310,7 +327,7 @@ def is_formula(text: str) -> bool:
 def _boxed(text: str, boxes: list[tuple[int, int]]) -> str | None:
   """Returns the content of the last complete box, and of boxes listed before it.
 
-  boxes: a pair for each box, its start and the start of its argument.
+  boxes: a pair of indices for each box, at which the box and its argument start.
   """
   spans = [(start, *_argument(text, end)) for start, end in boxes]
   spans = [(start, end, content) for start, end, content in spans if content]
@@ -336,7 +353,7 @@ def _after_box(text: str) -> str | None:
   """Returns the value after "the final answer is" in a text.
 
   Returns None if there is no such sentence. Returns None too if the sentence has more than a value
-  and its unit: the box is then more certain.
+  and its unit, since the box is then more certain.
 
   text: text after the last box.
   """
@@ -347,7 +364,11 @@ def _after_box(text: str) -> str | None:
 
 
 def _is_listing(gap: str) -> bool:
-  r"""Whether two boxes are a list: the text between has no words, or ends with "and" or "or"."""
+  r"""Whether two boxes with the text `gap` between them are a list.
+
+  If so, the gap is short, and has no words or ends with "and" or "or". A relation, an arrow or the
+  end of a sentence is no such gap.
+  """
   if len(gap) > 80 or re.search(r"[.!?:]\s|\n\s*\n|\\[a-zA-Z]*arrow|\\to", gap):
     return False
   bare = _FILLER.sub(" ", gap)
@@ -359,8 +380,8 @@ def _is_listing(gap: str) -> bool:
 def _argument(text: str, start: int) -> tuple[int, str | None]:
   """Returns the end and content of a box's argument.
 
-  The argument is in braces, or a single word. The content is None if the braces are empty or not
-  closed.
+  The argument is in braces, or a single word. The content is None if it is empty, longer than
+  `MAX_ANSWER`, or not closed by a brace.
   """
   if not text.startswith("{", start):
     word = re.match(r"[^\s{}$]+", text[start : start + spelling.MAX_ANSWER])

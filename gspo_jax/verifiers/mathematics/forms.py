@@ -98,9 +98,9 @@ def _integrand(reader) -> tuple[list, str]:
 
 
 def vector(reader):
-  """Reads the argument of a bold or arrowed command.
+  r"""Reads the argument of \vec, or of a command for bold type.
 
-  A bold or arrowed letter is another variable than the plain letter. A number is unchanged.
+  A letter becomes a variable that differs from the plain letter. A number is unchanged.
   """
   inside = reader.group_tokens() if reader.peek().text == "{" else [reader.take()]
   if all(token.kind in ("number", "symbol") for token in inside):
@@ -109,7 +109,7 @@ def vector(reader):
 
 
 def opaque(reader, name: str):
-  """Reads an unknown command as an unknown function of its arguments."""
+  """Reads an unknown command as a function of its arguments, or a variable if it has none."""
   if name in ENDS or not name.isalpha() or name in ("end", "circ"):
     raise Unreadable(f"unexpected \\{name}")
   arguments = []

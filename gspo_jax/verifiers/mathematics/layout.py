@@ -1,8 +1,8 @@
-r"""Simplifies the environments of LaTeX in an answer, as tokens.
+r"""Simplifies LaTeX's environments in the tokens of an answer.
 
 An environment of lines, such as align, is replaced by its equations with commas between them. A
-function by cases becomes a `\begin{cases}`; `pieces` returns its values and conditions. Matrices
-are unchanged.
+piecewise function becomes a `\begin{cases}`, and `pieces` returns its values and conditions.
+Matrices are unchanged.
 """
 
 import re
@@ -19,7 +19,7 @@ _WITH_ARGUMENT = frozenset("array alignat alignedat tabular".split())
 _RELATIONS = frozenset("= < > le ge ne in notin approx equiv to".split())
 _ARROWS = frozenset("Rightarrow implies Longrightarrow iff Leftrightarrow to".split())
 _COMMA = Token("separator", ",")
-# Words at the beginning of a condition, and of the last case.
+# Words at the beginning of a condition, and words in place of the last condition.
 _CONDITION = re.compile(r"(?:if|for|when|where|whenever|as|provided|on|in case|with|at)\b", re.I)
 _OTHERWISE = re.compile(
   r"(?:if |in |for )?(?:otherwise|else|elsewhere|(?:all |any )?other(?: cases| values| x)?)", re.I
@@ -27,7 +27,7 @@ _OTHERWISE = re.compile(
 
 
 def unwrap(tokens: list[Token]) -> list[Token]:
-  """Replaces environments of lines by their content, and cases in words by `cases`."""
+  """Simplifies environments, and writes cases in words ("x if x > 0, ...") as `cases`."""
   result = _replace_lines(tokens)
   if any(map(_is_begin, result)):
     return result
@@ -35,7 +35,7 @@ def unwrap(tokens: list[Token]) -> list[Token]:
 
 
 def _replace_lines(tokens: list[Token]) -> list[Token]:
-  """Replaces environments of lines by their content, nested ones too."""
+  """Replaces environments of lines by their content, nested ones too. Simplifies bold names."""
   result, index = [], 0
   while index < len(tokens):
     if tokens[index].kind == "command" and tokens[index].text == "bold":
@@ -50,7 +50,7 @@ def _replace_lines(tokens: list[Token]) -> list[Token]:
     inside = _replace_lines(
       inside[cuts.match(inside) + 1 :] if _has_argument(name, inside) else inside
     )
-    # An array after an opening brace, without a closing brace behind, is a function by cases.
+    # An environment after an opening brace is a piecewise function, if no closing brace follows.
     closed = end < len(tokens) and tokens[end].text == "\\}"
     if result and result[-1].text == "\\{" and not closed:
       result.pop()
@@ -61,7 +61,7 @@ def _replace_lines(tokens: list[Token]) -> list[Token]:
 
 
 def _bold(tokens: list[Token], start: int) -> tuple[list[Token], int]:
-  """Returns the tokens for a \\bold command, and its end.
+  """Returns the tokens for a \\bold command, and the index after the command.
 
   A bold name becomes a vector, unless it is the whole answer. If the content is no name, only the
   command is removed.
@@ -94,7 +94,7 @@ def _has_argument(name: str, inside: list[Token]) -> bool:
 
 
 def _content(name: str, inside: list[Token]) -> list[Token]:
-  """Returns the content of an environment of lines. Returns [] for a matrix."""
+  """Returns the tokens that replace an environment. Returns [] for a matrix."""
   rows = [row for row in cuts.cut(inside, "\\\\")[1] if any(t.kind != "separator" for t in row)]
   if name in _CASES:
     if any(map(_piece, rows)):
@@ -154,7 +154,7 @@ def _join_equations(rows: list[list[Token]]) -> list[Token]:
 def _last_steps(rows: list[list[Token]]) -> list[list[Token]]:
   """Returns only the last row if the rows are steps of a solution.
 
-  The last row of 2x = 62, x = 31 is x = 31. Other rows are returned unchanged.
+  Of the rows 2x = 62 and x = 31, only x = 31 is returned. Other rows are returned unchanged.
   """
   sides = cuts.cut(rows[-1], "=")[1] if rows else []
   unknown = sides[0] if len(sides) > 1 and names.name(sides[0]) else []
@@ -174,7 +174,7 @@ def _words(tokens: list[Token]) -> str:
 
 
 def _piece(row: list[Token]) -> tuple[list[Token], list[Token]] | None:
-  """Splits a row of cases into value and condition. Returns None for an equation."""
+  """Splits a row of cases into value and condition. Returns None for other rows."""
   cells = [_strip(cell) for cell in _cells(row)]
   if cells:
     value, condition = cells[0], [t for cell in cells[1:] for t in cell]
@@ -251,7 +251,7 @@ def _read(row: list[Token]) -> tuple[list[Token], list[Token] | None]:
 
 
 def _to_cases(tokens: list[Token]) -> list[Token]:
-  """Writes e.g. "x if x > 0, -x if x < 0" as cases."""
+  """Writes cases in words, such as "x if x > 0, -x if x < 0", as an environment."""
   if not any(t.kind in ("word", "text") for t in tokens):
     return tokens
   operators, sides = cuts.cut(tokens, "=")

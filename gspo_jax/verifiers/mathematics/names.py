@@ -32,7 +32,7 @@ _WORDS = re.compile(r"(?!.*\b(?:than|minus|negative)\b)[A-Z][A-Z' -]+[ :]*", re.
 
 
 def name(tokens: list[Token]) -> str | None:
-  r"""Returns the tokens' name. Returns None for other tokens.
+  r"""Returns the name that tokens spell. Returns None for other tokens.
 
   Examples are x, x_1, f(2), AB, |AB|, \frac{AB}{CD}, (x, y) and x:y. For words such as "the area",
   the name is "text".
@@ -64,7 +64,8 @@ _SERIES = frozenset("lim sum prod max min sup inf limsup liminf".split())
 def series(tokens: list[Token]) -> str | None:
   """Returns "series" for an integral, sum or limit. Returns None for other tokens.
 
-  The tokens must be one integral, sum or limit of an unknown function: its value is the answer.
+  The tokens must be a single integral, sum or limit with an unknown function. For example, the
+  answer in "sum of f(k) = 5" is 5.
   """
   if not tokens or tokens[0].kind != "command":
     return None

@@ -1,4 +1,4 @@
-"""Nodes of a parsed answer (`structure`), and their conversion to sets of real numbers."""
+"""Declares the nodes of a parsed answer (`structure`), and converts them to sets of numbers."""
 
 import dataclasses
 from typing import Any
@@ -19,9 +19,9 @@ class Scalar:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-  """Several items."""
+  """Several items, such as the tuple (1, 2] or the list 1, 2."""
 
-  kind: str  # "list" (without brackets), "tuple", "set" or "ratio".
+  kind: str  # "list" (without brackets), "tuple", "set", or "ratio" (1:2).
   items: tuple  # Nodes.
   brackets: str = ""  # Both brackets of a tuple, such as "(]".
 
@@ -36,9 +36,9 @@ class Region:
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-  """A function by cases."""
+  """A piecewise function, such as x if x > 0, -x otherwise."""
 
-  pieces: tuple[tuple[Any, Any], ...]  # Pairs (value, condition); None is "otherwise".
+  pieces: tuple[tuple[Any, Any], ...]  # Pairs (value, condition). None means "otherwise".
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,8 @@ class Word:
 def as_region(node) -> Region | None:
   """Converts a node to a set of real numbers. Returns None if this is impossible.
 
-  A number becomes a set of one number. A tuple such as (1, 2) or (1, 2] becomes an interval.
+  A number becomes a set of one number. An ascending tuple of two numbers, such as (1, 2) or (1, 2],
+  becomes an interval.
   """
   if isinstance(node, Region):
     return node
@@ -109,6 +110,9 @@ def solve(operator: str, difference, x: sp.Symbol) -> sp.Set:
 
 
 def unknowns(value) -> set:
-  """Returns the variables and the values of unknown functions."""
+  """Returns the unknowns of a value: variables, and values of unknown functions such as f(x).
+
+  Variables in the arguments of such functions are not included.
+  """
   functions = value.atoms(sp.core.function.AppliedUndef)
   return functions | (value.free_symbols - set().union(*(f.free_symbols for f in functions)))

@@ -1,4 +1,4 @@
-"""Parses numbers in words, at the beginning of an answer or as the base of digits."""
+"""Parses numbers in words, at the beginning of an answer or in a base such as "base five"."""
 
 import re
 
@@ -24,14 +24,14 @@ _NUMERAL = re.compile(
 _GAP = re.compile(r"(?<=sand|lion),\s|\s*-?\s*")
 _HALF = re.compile(r"\s+and (?:a|one)[ -]half\b", re.IGNORECASE)
 _MAX_ITEMS = 24  # Maximum words and digits of a numeral.
-_LARGEST = 10**15  # Exclusive bound on a number.
+_LARGEST = 10**15  # Every word of a numeral has a value below this bound.
 
 
 def to_digits(text: str) -> str:
-  """Writes a number in words in digits: "12 hundred fifty" as 1250.
+  """Converts a number in words to digits, for example "12 hundred fifty" to 1250.
 
-  Returns the text unchanged if it does not begin with such a number, or if more than a unit
-  follows.
+  Returns the text unchanged if it does not begin with a number in words, or if more than a unit
+  follows the number.
   """
   bare = TEXT.sub(r" \1 ", text)
   start = _SIGN.match(bare)

@@ -1,4 +1,4 @@
-r"""Parses and compares plain numbers with or without a unit, exactly and without SymPy."""
+r"""Parses and compares plain numbers and their units, as exact fractions and without SymPy."""
 
 import dataclasses
 import fractions
@@ -38,9 +38,9 @@ class Quantity:
 def read(text: str, letters: bool = False) -> Quantity | None:
   r"""Parses a plain number with an optional unit. Returns None for other text.
 
-  A number is an integer, a decimal, a/b, \frac or a mixed number.
+  A number is an integer in digits or words, a decimal, a/b, \frac or a mixed number.
 
-  letters: whether "12 m" is metres rather than a variable.
+  letters: whether "12 m" is 12 metres rather than 12 times a variable.
   """
   if len(text) > 80:
     return None

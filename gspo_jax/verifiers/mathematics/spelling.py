@@ -2,7 +2,7 @@ r"""Normalises the spelling of answers in LaTeX. All patterns take time linear i
 
 import re
 
-MAX_ANSWER = 1000  # Maximum characters of an answer; longer ones are derivations.
+MAX_ANSWER = 1000  # Maximum characters of an answer; a longer text is taken for a derivation.
 SEPARATOR = r"(?:,| ?\{ ?, ?\} ?|\\,|,? ?\\! ?,?)"  # Separator of thousands in text or LaTeX.
 _SPACE = "[ \\u00a0\\u202f\\u2009]"  # Space between thousands.
 _ENVIRONMENT = r"\\begin\{[a-zA-Z]+\*?\}"
@@ -48,7 +48,7 @@ _ORDINAL = re.compile(
 _SUFFIX = re.compile(r"(?<=\d)\\(?:text|mathrm|mbox)\s*\{(K|k|M|mn|B|bn)\}")
 _SUFFIXES = {"K": "thousand", "k": "thousand", "M": "million", "mn": "million"}
 _ARROW = r"(?:∴|⇒|⟹|→|=>|\\(?:therefore|implies|(?:Long)?[rR]ightarrow)(?![a-zA-Z]))"
-_SO = re.compile(  # An arrow before an answer, and its bullet.
+_SO = re.compile(  # An arrow before an answer, possibly after a bullet.
   rf"^\s*(?:[-*•]\s)?\s*(?:\$\s*{_ARROW}\s*\$|\\\(\s*{_ARROW}\s*\\\)"
   rf"|(?P<open>\$|\\[(\[])?\s*{_ARROW})\s*"
 )
@@ -63,7 +63,7 @@ _LABEL = re.compile(
 def plain(text: str) -> str:
   """Removes text and style around an answer, and unifies dashes.
 
-  Removes "the answer is", arrows such as "∴", colours, sizes, and the suffix of 12th.
+  Examples are "the answer is", arrows such as "∴", colours, sizes, and the suffix of 12th.
   """
   text = _SO.sub(lambda match: match["open"] or "", text)
   face = _FACE.fullmatch(text)

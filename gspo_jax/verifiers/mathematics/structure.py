@@ -1,4 +1,4 @@
-"""Parses a whole answer to a node (`nodes`): a list, set, relation, value with unit, word, ..."""
+"""Parses a whole answer to a node (`nodes`), such as a list, a relation or a value with a unit."""
 
 import contextlib
 import dataclasses
@@ -42,7 +42,7 @@ from gspo_jax.verifiers.mathematics.tokens import (
 _REFUSALS = (  # Errors of SymPy for unsupported operations, such as unsolvable inequalities.
   ArithmeticError, AttributeError, IndexError, NotImplementedError, RecursionError, TypeError,
 )  # fmt: skip
-MAX_ITEMS = 64  # Maximum number of items in a list, set or tuple.
+MAX_ITEMS = 64  # Maximum number of items in a list or tuple, or of pieces of a function.
 MAX_UNIT = 16  # Maximum number of tokens in a unit.
 _SETS = {"R": sp.S.Reals, "Z": sp.S.Integers, "N": sp.S.Naturals, "Q": sp.S.Rationals}
 _NOTHING = re.compile(
@@ -98,7 +98,10 @@ def read(
 
 @dataclasses.dataclass(frozen=True)
 class _Structure:
-  """Parser with the options of `read`. Its methods return a node, or None for other tokens."""
+  """Parser with the options of `read`.
+
+  A method for one kind of answer returns None if the tokens are of another kind.
+  """
 
   unit_letters: Letters
   solve_inequalities: bool
@@ -110,7 +113,7 @@ class _Structure:
     return self.words(tokens) or self.items(tokens) or self.relation_or_value(tokens)
 
   def cases(self, tokens: list[Token]) -> Pieces | None:
-    """Parses a function by cases. Returns None for other tokens."""
+    """Parses a piecewise function. Returns None for other tokens."""
     pieces = layout.pieces(tokens)
     if pieces is None:
       return None
@@ -119,7 +122,7 @@ class _Structure:
     return Pieces(tuple((self.parse(v), c and self.condition(c)) for v, c in pieces))
 
   def condition(self, tokens: list[Token]):
-    """Parses a case's condition: a set of numbers or a relation, else words."""
+    """Parses the condition of a piece: a set of numbers or a relation, else words."""
     if len(tokens) == 1 and re.search("[<>=≤≥]|\\\\[lg]e", tokens[0].text):  # In \\text{}.
       tokens = tokenise(tokens[0].text)
     outside = any(t.text == "notin" for t in tokens)
@@ -246,7 +249,10 @@ class _Structure:
       return None
 
   def inequality(self, operators, members):
-    """Parses an inequality: a set of numbers if it has one variable, else a relation."""
+    """Parses an inequality to a relation.
+
+    If it has one variable and `solve_inequalities` is set, solves it to a set of numbers instead.
+    """
     values = [expression.read(member) for member in members]
     symbols = set().union(*(nodes.unknowns(value) for value in values))
     if len(symbols) != 1 or not self.solve_inequalities:

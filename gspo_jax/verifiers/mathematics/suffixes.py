@@ -1,4 +1,4 @@
-r"""Parses units after an expression, as tokens: `cm`, \text{ m}, `km/h`."""
+r"""Parses the tokens after an expression as a unit, such as cm, \text{ m} or km/h."""
 
 import re
 from typing import Literal

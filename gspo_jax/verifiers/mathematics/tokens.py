@@ -32,7 +32,10 @@ class Token:
 
 
 def _by_spelling(table: str) -> dict[str, str]:
-  """Maps the further words of each entry to the first word of the entry."""
+  """Maps the further words of each entry to its first word.
+
+  For example, "le ≤ ⩽; ge ≥" maps ≤ and ⩽ to le, and ≥ to ge.
+  """
   return {word: name for name, *words in map(str.split, table.split(";")) for word in words}
 
 
@@ -79,7 +82,7 @@ _IGNORED = frozenset(
   ensuremath mathnormal nonumber notag hline strut
   mathstrut""".split()
 )
-# Words that are commands without a backslash, too.
+# Words that are commands even without a backslash.
 _WORDS = frozenset(
   """sin cos tan cot sec csc arcsin arccos arctan arccot sinh cosh tanh log ln lg exp sqrt pi theta
   alpha beta gamma lambda phi infinity inf oo abs max min gcd lcm det asin acos atan infty leq geq
@@ -128,7 +131,7 @@ def tokenise(text: str, tight: bool = True, lone: bool = False) -> list[Token]:
   Args:
     text: the answer.
     tight: whether 1,234 outside brackets is one number, not two.
-    lone: whether \text{m} is a text, which may be a unit, and not a letter.
+    lone: whether \text{m} is a token of kind text, which may be a unit, and not a letter.
 
   Raises:
     Unreadable: the text ends with a backslash.
@@ -171,7 +174,7 @@ def _character(char: str) -> str:
 
 
 def _tokenise(text: str, tight: bool, lone: bool = False):
-  """Yields the tokens of a text of ASCII; arguments as in `tokenise`."""
+  """Yields the tokens of an ASCII text; arguments as in `tokenise`."""
   position, depth, spaced = 0, 0, False
   # If the commas of a list are followed by spaces, a comma without a space is within a number.
   loose = bool(re.search(r",\s", text)) and not re.search(r"\d,(?:\d{1,2}|\d{4,})(?!\d)", text)
@@ -241,7 +244,7 @@ def _command(text: str, position: int, spaced: bool, lone: bool) -> tuple[list[T
 
 
 def _in_text(content: str, spaced: bool) -> list[Token]:
-  """Returns the tokens of a \\text command's content: words, or mathematics without words."""
+  """Returns the tokens within a \\text command: words, a unit, or mathematics without words."""
   bare = content.strip(" .,;")
   if re.fullmatch(r"(?:and|or)", bare):
     return [Token("separator", bare, spaced)]
@@ -294,12 +297,15 @@ def _letters(run: str, spaced: bool) -> list[Token]:
 
 
 def is_product(run: str) -> bool:
-  """Whether letters are a product of variables, as abc is, rather than a word."""
+  """Whether letters may be a product of variables, such as abc, rather than a word.
+
+  A product has at most four letters, and none of e, i, o and u.
+  """
   return len(run) <= 4 and not re.search("[eiou]", run, re.IGNORECASE)
 
 
 def fold(text: str) -> str:
-  """Lowers first letters, and words in capitals.
+  """Converts first letters of words, and words in capitals, to lower case.
 
   For example, Monday and MONDAY become monday. Products such as mgH are unchanged.
   """
@@ -319,5 +325,5 @@ def decimal(text: str) -> str:
 
 
 def spell(tokens: list[Token]) -> str:
-  """Joins tokens to a text, equal for equal tokens."""
+  """Joins tokens to a text. Equal tokens give equal texts."""
   return " ".join(decimal(t.text) if t.kind == "number" else t.text for t in tokens)

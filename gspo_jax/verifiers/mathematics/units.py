@@ -11,7 +11,7 @@ import re
 F = fractions.Fraction
 
 # A line has a dimension, then units, each with its scale and its other names. Plurals in -s need no
-# name. The scale is relative to the dimension's unit of scale 1.
+# name. The scale is relative to the unit of scale 1: 1 cm is 1/100 m, and 1 L is 1/1000 m^3.
 _TABLE = """
 length: m 1 meter metre; cm 1/100 centimeter centimetre; mm 1/1000 millimeter millimetre
 length: dm 1/10 decimeter decimetre; km 1000 kilometer kilometre; µm 1/1000000; nm 1/1000000000
@@ -60,7 +60,7 @@ for _line in _TABLE.strip().split("\n"):
   _dimension, _, _power = _key.partition("^")
   for _name, _scale, *_aliases in map(str.split, _entries.split(";")):
     UNITS |= dict.fromkeys([_name, *_aliases], (_dimension, int(_power or 1), F(_scale)))
-_TYPESET_ONLY = frozenset("ACFHT")  # Units only within \text. Elsewhere, choices or points.
+_TYPESET_ONLY = frozenset("ACFHT")  # Units only within \text; elsewhere choices or points.
 CURRENCIES = frozenset("dollar sterling euro yen rupee yuan".split())
 _SHAPES = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}  # Power of the unit after each word.
 _COMPOUND = {  # Abbreviations of several units.
@@ -132,7 +132,11 @@ _ITEM = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-  """A unit: a scale, and a product of dimensions. Each counted thing is a separate dimension."""
+  """A unit: a scale, and a product of dimensions.
+
+  For example, km/h has the scale 5/18 and the dimensions (("length", 1), ("time", -1)). Each
+  counted thing is a separate dimension.
+  """
 
   scale: F  # Relative to the units of scale 1 in the table.
   dimensions: tuple[tuple[str, int], ...]  # Sorted pairs (name, power).
@@ -147,7 +151,7 @@ class Unit:
 
 
 def spaces(text: str) -> str:
-  """Replaces the spaces and dots of LaTeX by characters."""
+  """Replaces LaTeX's commands for spaces and dots by characters."""
   return _SPACES.sub(" ", _DOTS.sub("·", text))
 
 
@@ -244,14 +248,14 @@ def _items(text: str, glued: bool, typeset: bool) -> tuple[F, list] | None:
 
 
 def _unit_name(word: str) -> str | None:
-  """Returns a word's key in `UNITS`, or its singular's. Returns None for other words."""
+  """Returns the key in `UNITS` of a word or of its singular. Returns None for other words."""
   # A single letter is tried as written only, two letters also in lower case.
   names = (word, word.casefold(), _singular(word.casefold()))[: len(word)]
   return next(filter(UNITS.__contains__, names), None)
 
 
 def _measure(group: list[tuple[str, int]], per: bool) -> list[tuple[str, int, F]] | None:
-  """Returns (dimension, power, scale) of each unit. Returns None for other words.
+  """Returns (dimension, power, scale) of each unit or counted thing. Returns None for other words.
 
   per: whether the group is after "per".
   """
@@ -280,5 +284,5 @@ def _measure(group: list[tuple[str, int]], per: bool) -> list[tuple[str, int, F]
 
 
 def _singular(word: str) -> str:
-  """Removes the plural's -s or -es."""
+  """Returns the singular of a regular plural."""
   return re.sub("(?<=..[sx])es$|(?<=.[cs]h)es$|(?<!s)s$", "", re.sub("(?<=..)ies$", "y", word))

@@ -7,8 +7,8 @@ import sympy as sp
 
 from gspo_jax.verifiers.mathematics.tokens import Unreadable, decimal
 
-MAX_BITS = 50_000  # Maximum bits of a power.
-MAX_FACTORIAL = 3000  # Largest operand of a factorial, and largest exponent.
+MAX_BITS = 50_000  # Maximum bits of a power of a number.
+MAX_FACTORIAL = 3000  # Largest operand of a factorial, and largest exponent of an expression.
 MATRICES = frozenset("ABCDMNPQXYZT")  # Letters that may be matrices.
 
 
@@ -23,7 +23,7 @@ def power(base, exponent):
   """Returns `base ** exponent`, or the transpose if a matrix has the exponent T.
 
   Raises:
-    Unreadable: the power is too large.
+    Unreadable: the power is too large, or the exponent of a matrix is no small integer.
   """
   if isinstance(base, sp.MatrixBase):
     if exponent == sp.Symbol("T", commutative=False) or exponent == sp.Symbol("top", real=True):

@@ -2,8 +2,8 @@
 
 A data set stores a problem's tests as its gold answer: a JSON object in one of these forms.
 
-  {"inputs": [...], "outputs": [...], "fn_name": null}     standard input and output; a program that
-      uses files needs their names in the further lists "input_files" and "output_files"
+  {"inputs": [...], "outputs": [...], "fn_name": null}     standard input and output; the lists
+      "input_files" and "output_files" may be added, with the names of files that a program uses
   {"inputs": [...], "outputs": [...], "fn_name": "name"}   calls of a function
   {"prompt": ..., "test": ..., "entry_point": ...}         assertions in Python: HumanEval's columns
   {"public_test_cases": ..., "private_test_cases": ..., "metadata": ...}   LiveCodeBench's columns
@@ -59,7 +59,7 @@ def parse(text: str) -> Tests:
   """Parses the tests in a gold answer.
 
   Raises:
-    ValueError: the text is not JSON of a known form, or every program would pass the tests.
+    ValueError: the text is not JSON of a known form, or a program that does nothing would pass.
   """
   try:
     fields = _loads(text)
@@ -261,7 +261,7 @@ def _fence(line: str) -> tuple[str, str]:
 
 
 def completes(program: str, tests: Tests) -> str:
-  """Prepends the preamble to a program without the tested function."""
+  """Prepends the preamble to a program that does not define the tested function."""
   name = re.escape(tests.function)
   defined = re.search(rf"^(?:(?:async\s+)?def\s+{name}\s*[(\[]|{name}\s*=)", program, re.M)
   return program if defined else tests.preamble + program
@@ -377,7 +377,7 @@ def _same(value: Any, expected: Any, rule: _Rule) -> bool:
 
 
 def _same_pairs(pairs: list, expected: dict[str, Any], rule: _Rule) -> bool:
-  """Whether the pairs of a dict are the expected ones, with texts as keys."""
+  """Whether pairs (key, value) equal the items of `expected`, whose keys are texts."""
   if len(pairs) != len(expected):
     return False
   missing = set(expected)

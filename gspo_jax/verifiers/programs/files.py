@@ -1,8 +1,8 @@
-"""Adapts programs with input and output files to tests of standard input and output.
+"""Adapts programs that use files to tests of standard input and output.
 
 Code before the program copies the standard input to the input files. At the program's end, this
 code copies the output files to the standard output, each after a mark. The code runs in the
-program's process. A program could tamper with it, but would only change the program's own output.
+program's process. A program that tampers with this code only changes its own output.
 """
 
 from collections.abc import Sequence

@@ -36,7 +36,7 @@ class Limits:
   memory_bytes: int = 1 << 30  # Address space.
   output_bytes: int = 16 << 20  # Per stream: standard output, standard error, result.
   file_bytes: int = 16 << 20  # Size of one file.
-  scratch_bytes: int = 64 << 20  # Size of all files, in memory; unlimited with isolation="none".
+  scratch_bytes: int = 64 << 20  # Size of all files together; unlimited with isolation="none".
   open_files: int = 64
   threads: int = 64  # Unlimited with isolation="none".
 
@@ -57,8 +57,8 @@ class Sandbox(contextlib.AbstractContextManager):
     Args:
       isolation: "namespaces" or "none".
       limits: resources of each test.
-      channel: socket for the test's process. A sandbox with a channel runs a single test. None
-        means no socket, and any number of tests.
+      channel: socket for the test's process. A sandbox with a channel runs a single test. If the
+        channel is None, there is no such socket, and any number of tests.
 
     Raises:
       SandboxError: the sandbox does not start, for example because the kernel denies a step.
@@ -97,8 +97,8 @@ class Sandbox(contextlib.AbstractContextManager):
       f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r}); "
       "from sandbox import runner; del sys.path[0]; runner.main(sys.argv[1])"
     )
-    # The interpreter starts without site-packages and user settings. A fixed hash seed fixes the
-    # order of sets, so a program passes in all runs or in none.
+    # The interpreter starts without site-packages and user settings. With a fixed hash seed, the
+    # order of sets, on which a program may depend, is the same in all runs.
     with theirs:
       self._process = subprocess.Popen(
         [os.path.realpath(sys.executable), "-s", "-S", "-P", "-c", start, json.dumps(settings)],
@@ -200,7 +200,10 @@ _ENVIRONMENT = {
 
 
 def _packages() -> list[str]:
-  """Returns the directories of installed packages; `paths.plan` makes NumPy readable."""
+  """Returns the directories of installed packages.
+
+  With isolation "namespaces", `paths.plan` decides which of the packages are readable.
+  """
   return sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 
 
@@ -210,7 +213,8 @@ def choose_isolation(setting: str) -> str:
   setting: value of reward.isolation. "auto" means "namespaces", and never falls back to "none".
 
   Raises:
-    ValueError: the value is unknown, or programs cannot be confined on this machine.
+    ValueError: the value is unknown, a sandbox cannot be started, or a sandbox with "namespaces"
+      does not confine programs.
   """
   if setting not in ISOLATIONS:
     raise ValueError(f"reward.isolation={setting!r} is not one of {', '.join(ISOLATIONS)}")
@@ -247,7 +251,8 @@ def describe(setting: str, isolation: str) -> str:
 _PROBE_LIMITS = dataclasses.replace(DEFAULTS, threads=8)
 
 # The trial program prints "confined" if it has no network and the number of threads is limited.
-# Otherwise it prints its findings. The kernel does not limit the threads of the root user.
+# Otherwise it prints its findings. It counts threads because the kernel does not limit those of the
+# root user.
 _PROBE = """
 import _thread, socket, statistics
 faults = []

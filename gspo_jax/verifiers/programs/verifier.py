@@ -29,7 +29,7 @@ from gspo_jax.verifiers.programs import cases, files, process
 from gspo_jax.verifiers.programs.process import DEFAULTS, Limits, Sandbox, SandboxError
 from gspo_jax.verifiers.programs.sandbox import assertions, wire
 
-TOLERANCE = 1e-6  # Usual in programming contests.
+TOLERANCE = 1e-6  # The usual tolerance of programming contests.
 
 
 class Outcome(enum.StrEnum):
@@ -53,8 +53,9 @@ def open_verifier(
 ) -> Iterator[Callable]:
   """Yields the verifying function of a `CodeVerifier`, for `gspo_jax.rewards.scorer`.
 
-  It maps (responses, prompts, finished) to (outcomes, None). The chosen isolation is printed, and
-  is the metric verifier/isolation/NAME. Arguments are keys of the section `reward`.
+  It maps (responses, prompts, finished) to (outcomes, None). The name of the chosen isolation is
+  printed, and the metric verifier/isolation/NAME is 1. The arguments are keys of the section
+  `reward` of the configuration.
   """
   cpu_s = math.ceil(time_limit_s)
   limits = Limits(cpu_s=cpu_s, wall_s=2 * cpu_s + 3, memory_bytes=memory_mb << 20)
@@ -74,7 +75,7 @@ def check_answer(text: str) -> None:
 
 
 class CodeVerifier(contextlib.AbstractContextManager):
-  """Verifies batches of responses with programs.
+  """Verifies the programs in batches of responses.
 
   Args:
     workers: number of programs that run at the same time.
@@ -83,7 +84,7 @@ class CodeVerifier(contextlib.AbstractContextManager):
     tolerance: allowed error of a decimal in an expected output, absolute or relative; 0 for none.
 
   Raises:
-    ValueError: programs cannot be confined on this machine.
+    ValueError: the isolation is unknown, or not possible on this machine.
   """
 
   def __init__(
@@ -200,7 +201,7 @@ class CodeVerifier(contextlib.AbstractContextManager):
 
   @contextlib.contextmanager
   def _sandbox(self, channel: socket.socket | None = None) -> Iterator[Sandbox]:
-    """Opens a sandbox. `_kill` closes it, too."""
+    """Opens a sandbox, and registers it for `_kill`."""
     with Sandbox(self.isolation, self._limits, channel) as sandbox:
       self._open.add(sandbox)
       try:
@@ -225,7 +226,7 @@ def _test(
   Args:
     sandbox: sandbox of the program.
     program: code of the program.
-    tests: all tests of the program, for their kind and rules.
+    tests: all tests of the program; their kind and rules apply to this test.
     value: input of this test.
     expected: expected output of this test.
   """
@@ -239,7 +240,7 @@ def _test(
     return failure
   output = report["stdout" if tests.kind == "stdin" else "result"]
   if tests.kind == "call" and output == "":
-    return Outcome.ERROR  # The function ended the process, with any exit status.
+    return Outcome.ERROR  # The function ended the process, and returned no value.
   if output is None or not tests.passes(output, expected):
     return Outcome.WRONG
   return None

@@ -86,10 +86,10 @@ class _Candidate:
     return value
 
   def _raise(self, name: str) -> None:
-    """Raises the function's exception: tests may expect one.
+    """Raises the function's exception, since tests may expect one.
 
-    name: name of a builtin exception. A subclass of it is raised, since the tests may raise the
-      builtin exception, too.
+    name: name of a builtin exception. A subclass of it is raised, by which `check` recognises that
+      the function and not the tests raised the exception.
     """
     kind = getattr(builtins, name, Exception)
     if not (isinstance(kind, type) and issubclass(kind, Exception)):

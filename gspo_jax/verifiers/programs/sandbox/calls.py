@@ -1,9 +1,8 @@
 """List of the system calls allowed to a program on x86-64 and AArch64. All others are refused.
 
 Since the list names the allowed calls, calls of future kernels are refused too. The list omits all
-calls that affect other processes, the network, or files visible to other processes. These calls
-start processes, open sockets, send signals, or set priorities, locks, leases, watches on files or
-extended attributes of files.
+calls that affect other processes, the network, or files visible to other processes. For example,
+such calls start processes, open sockets, send signals, or set priorities, locks or leases.
 
 A seccomp filter applies the list. The filter is a program of the kernel's virtual machine (classic
 BPF), which the kernel runs at each system call.
@@ -88,7 +87,7 @@ _NUMBER = (_LOAD, 0, 0, 0)
 
 
 def _argument(index: int, high: bool = False) -> tuple[int, int, int, int]:
-  """Loads the low or high 32 bits of a call's argument."""
+  """Returns the instruction that loads the low or high 32 bits of a call's argument."""
   return (_LOAD, 0, 0, 16 + 8 * index + 4 * high)
 
 
@@ -96,7 +95,7 @@ def program(column: int, architecture: int) -> list[tuple[int, int, int, int]]:
   """Returns the filter's instructions for an architecture.
 
   Args:
-    column: index of the architecture in the tables above.
+    column: index of the architecture's number in each pair of the tables above.
     architecture: the kernel's number of the architecture.
   """
   lines = [

@@ -3,9 +3,8 @@
 A program runs in separate mount, process, network, IPC and host-name namespaces. If the trainer
 lacks the right to create these namespaces, they are created within a user namespace. The root
 directory has Python, NumPy and the system's libraries, read-only. The working directory is an empty
-file system in memory.
-Resource limits and a list of allowed system calls (`calls.py`) confine the program further. With
-isolation "none", only the resource limits apply.
+file system in memory. Resource limits and a list of allowed system calls (`calls.py`) confine the
+program further. With isolation "none", only the resource limits apply, except that on threads.
 """
 
 import contextlib
@@ -37,12 +36,12 @@ _ROOT = "/dev"  # Mount point of the new root, visible to the sandbox alone.
 def enter_namespaces(identity: int) -> bool:
   """Moves this process to new namespaces; its next child is process 1 there.
 
-  A process without the right to create namespaces enters a user namespace, too. A container's root
-  may lack this right. Such a process first becomes the user `identity`, since the kernel does not
-  limit the threads of root.
+  If this process lacks the right to create namespaces, it enters a user namespace, too. A process of
+  root may lack this right in a container. It then first becomes the user `identity`, since the
+  kernel does not limit the threads of root.
 
-  Returns whether this process is still the machine's root user. If it is, each program later
-  becomes another user.
+  Returns whether this process is still the machine's root user. If so, each program later becomes
+  another user.
 
   Raises:
     OSError: the kernel or a container's policy denies a step.

@@ -1,9 +1,10 @@
-"""Paths inside a sandbox: Python and NumPy have fixed paths there, independent of the host.
+"""Plans the paths inside a sandbox, where Python and NumPy have paths independent of the host.
 
-The host's interpreter may be in a home directory or a checkout. The same path inside would reveal
-the names of the directories above the interpreter. System directories, which every machine has,
-keep their paths. Texts in memory, such as the file name of a code object, may still have a path of
-the host. But no file can be opened or examined by such a path.
+The host's interpreter may be in a home directory or a checkout. The same path inside the sandbox
+would reveal the names of the directories above the interpreter. System directories, which every
+machine has, keep their paths, even if Python is in one of them. Texts in memory, such as the file
+name of a code object, may still have a path of the host. But no file can be opened or examined by
+such a path.
 """
 
 import os
@@ -52,7 +53,7 @@ def plan(packages: list[str]) -> tuple[dict[str, str], dict[str, str], list[str]
 
 
 def inside(path: str, moved: dict[str, str]) -> str:
-  """Converts a path of the host to a path inside, by its prefix."""
+  """Converts a path of the host to a path inside; a path without a moved prefix is unchanged."""
   for prefix in sorted(moved, key=len, reverse=True):
     if _below(path, [prefix]):
       return moved[prefix] + path[len(prefix) :]

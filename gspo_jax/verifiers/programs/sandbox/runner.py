@@ -28,7 +28,8 @@ import types
 from . import assertions, calls, isolation, paths, wire
 from .assertions import OUT_OF_MEMORY
 
-# Exit status of a failed candidate. `assertions` has further ones. No forged status passes a test.
+# Exit status of a failed candidate; `assertions` has further statuses. A program that exits with
+# any of them passes no test thereby.
 FAILED = 1
 
 _RESULT, _CHANNEL = 3, 4  # Descriptors in the candidate's process.
@@ -46,6 +47,8 @@ builtins.exit = builtins.quit = sys.exit  # Python's module `site` defines them,
 
 def main(settings: str) -> None:
   """Runs the outer process, and forks the keeper from it.
+
+  With isolation "none", this process is the keeper.
 
   settings: JSON from `process.Sandbox`.
   """
@@ -121,9 +124,9 @@ def _run(s: dict, request: dict, prelude: dict, root: bool) -> dict:
   after the candidate's end, since a candidate has a copy of all messages that the keeper read
   before.
 
-  Fields of the report: `stdout`, `result` (JSON of a call's value) and `stderr`; `reason` ("ended",
-  "timeout", or "output" for too much output), `status` (exit status, or minus a signal's number),
-  and `cpu_s`, `cpu_limit_s` and `wall_s` in seconds.
+  The report is a dict. `stdout` and `stderr` are texts; `result` is the value of a call as JSON, or
+  "". `reason` is "ended", "timeout", or "output" for too much output. `status` is the exit status,
+  or minus the number of a signal. `cpu_s`, `cpu_limit_s` and `wall_s` are in seconds.
   """
   stdin = os.memfd_create("stdin")
   os.write(stdin, request.get("stdin", "").encode("utf-8", "surrogatepass"))
@@ -219,7 +222,7 @@ def _drain(reader: int, output: bytearray) -> int | None:
 
 
 def _kill(s: dict, candidate: int) -> None:
-  """Kills a candidate and its children. The candidate's id stays reserved until `wait4`."""
+  """Kills a candidate and its children. The candidate's id is not reused before `wait4`."""
   try:
     if s["isolation"] == "namespaces" and os.getpid() == 1:
       os.kill(-1, signal.SIGKILL)  # All processes of the namespace except this one.
@@ -300,7 +303,7 @@ def _confine(s: dict, root: bool) -> None:
   """Limits this process, and gives up its rights unless isolation is "none"."""
   if s["isolation"] == "namespaces" and root:
     isolation.take_identity(s["uid"])
-  # The kernel limits the threads of a user. Outside namespaces it would count all processes of the
+  # The kernel limits the threads of a user. Without namespaces, it would count all processes of the
   # trainer's user, so no limit is set.
   alone = s["isolation"] == "namespaces"
   isolation.set_limits(s["limits"], 1 + s["limits"]["threads"] if alone else None)
