@@ -156,10 +156,10 @@ def _is_zero(value) -> bool:
 
 
 def _same_at_points(a, b, symbols) -> bool:
-  """Whether two expressions agree at all suitable points, of which there must be two.
+  """Whether two expressions agree at all suitable points.
 
-  A point is suitable if all arguments of roots and logarithms are positive, and both values are
-  defined and finite.
+  There must be two suitable points. A point is suitable if all arguments of roots and logarithms
+  are positive, and both values are defined and finite.
   """
   count, integers = 0, _exponents(a) | _exponents(b)
   points = _POINTS + (_FAR if _has_kinks(a) or _has_kinks(b) else [])

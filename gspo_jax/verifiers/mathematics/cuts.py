@@ -37,9 +37,9 @@ def split(tokens: list[Token]) -> list[list[Token]]:
 
 
 def match(tokens: list[Token], start: int = 0) -> int:
-  """Returns the index of the bracket that closes the one at `start`.
+  """Returns the index of the closing bracket for the bracket at `start`.
 
-  Returns -1 if the bracket is never closed, and `start` if there is no opening bracket.
+  Returns -1 if the bracket is never closed, and `start` if the token there is no bracket.
   """
   depth = 0
   for index in range(start, len(tokens)):

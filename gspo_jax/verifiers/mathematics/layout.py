@@ -94,7 +94,7 @@ def _has_argument(name: str, inside: list[Token]) -> bool:
 
 
 def _content(name: str, inside: list[Token]) -> list[Token]:
-  """Returns the tokens that replace an environment. Returns [] for a matrix."""
+  """Returns the simplified tokens of an environment. Returns [] for a matrix."""
   rows = [row for row in cuts.cut(inside, "\\\\")[1] if any(t.kind != "separator" for t in row)]
   if name in _CASES:
     if any(map(_piece, rows)):

@@ -32,7 +32,7 @@ _WORDS = re.compile(r"(?!.*\b(?:than|minus|negative)\b)[A-Z][A-Z' -]+[ :]*", re.
 
 
 def name(tokens: list[Token]) -> str | None:
-  r"""Returns the name that tokens spell. Returns None for other tokens.
+  r"""Returns the name spelled by tokens. Returns None for other tokens.
 
   Examples are x, x_1, f(2), AB, |AB|, \frac{AB}{CD}, (x, y) and x:y. For words such as "the area",
   the name is "text".

@@ -261,7 +261,7 @@ def _fence(line: str) -> tuple[str, str]:
 
 
 def completes(program: str, tests: Tests) -> str:
-  """Prepends the preamble to a program that does not define the tested function."""
+  """Prepends the preamble, unless the program defines the tested function itself."""
   name = re.escape(tests.function)
   defined = re.search(rf"^(?:(?:async\s+)?def\s+{name}\s*[(\[]|{name}\s*=)", program, re.M)
   return program if defined else tests.preamble + program
@@ -377,7 +377,7 @@ def _same(value: Any, expected: Any, rule: _Rule) -> bool:
 
 
 def _same_pairs(pairs: list, expected: dict[str, Any], rule: _Rule) -> bool:
-  """Whether pairs (key, value) equal the items of `expected`, whose keys are texts."""
+  """Whether pairs (key, value) equal the items of `expected`, with texts as keys."""
   if len(pairs) != len(expected):
     return False
   missing = set(expected)

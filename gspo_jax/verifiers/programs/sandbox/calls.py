@@ -87,7 +87,7 @@ _NUMBER = (_LOAD, 0, 0, 0)
 
 
 def _argument(index: int, high: bool = False) -> tuple[int, int, int, int]:
-  """Returns the instruction that loads the low or high 32 bits of a call's argument."""
+  """Returns an instruction to load the low or high 32 bits of a call's argument."""
   return (_LOAD, 0, 0, 16 + 8 * index + 4 * high)
 
 

@@ -36,9 +36,9 @@ _ROOT = "/dev"  # Mount point of the new root, visible to the sandbox alone.
 def enter_namespaces(identity: int) -> bool:
   """Moves this process to new namespaces; its next child is process 1 there.
 
-  If this process lacks the right to create namespaces, it enters a user namespace, too. A process of
-  root may lack this right in a container. It then first becomes the user `identity`, since the
-  kernel does not limit the threads of root.
+  If this process lacks the right to create namespaces, it enters a user namespace, too. Root may
+  lack this right in a container. A process of root then first becomes the user `identity`, since
+  the kernel does not limit the threads of root.
 
   Returns whether this process is still the machine's root user. If so, each program later becomes
   another user.
