@@ -140,7 +140,7 @@ class MathVerifier(contextlib.AbstractContextManager):
     """Returns one outcome per response.
 
     If a gold answer is a placeholder, each of its responses is a crash. If a gold answer cannot be
-    parsed, a response with the same answer as text is right, a response without an answer is
+    parsed, a response whose answer is the same text is right, a response without an answer is
     unparsable, and any other response is a crash. In `check`, a response without an answer is a
     crash in this case, too.
 
@@ -201,7 +201,7 @@ class MathVerifier(contextlib.AbstractContextManager):
 
 
 def boxed(solution: str) -> str | None:
-  """Returns the boxed answer of a solution. Returns None if no box has a content."""
+  """Returns the boxed answer of a solution. Returns None if no box has content."""
   return extract(solution) if BOX.search(solution) else None
 
 

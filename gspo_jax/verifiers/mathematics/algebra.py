@@ -12,7 +12,7 @@ import sympy as sp
 
 from gspo_jax.verifiers.mathematics.values import MAX_FACTORIAL
 
-MAX_TERMS = 1000  # Maximum number of terms of an evaluated sum.
+MAX_TERMS = 1000  # Maximum number of terms of an evaluated sum or product.
 DIGITS = 120  # Number of leading digits in which two equal values agree.
 PRINTED = 14  # Correct digits of a printed floating-point number (float64).
 # Points for comparisons. A point has a value for each of six variables, which are sorted by name.
@@ -30,8 +30,9 @@ _FAR = [
   [sp.Rational(-n, 17) for n in (3, 5, 7, 2, 11, 13)],
 ]
 
-# Further points for expressions that are real in few places, such as logarithms. Each variable
-# takes 25 values around 0 that are 1 apart, then 25 values that are 30 apart.
+# Further points for expressions that are real in few places, such as logarithms. They are tried
+# until two points are suitable. Each variable takes 25 values around 0 that are 1 apart, then 25
+# values that are 30 apart.
 _STEPS = [
   [sp.Rational(7 * (k * step % 25 - 12) + 3, 7) * scale for step in (1, 2, 3, 7, 11, 13)]
   for scale in (1, 30)
@@ -43,7 +44,7 @@ _UNEVALUATED = (sp.Sum, sp.Product, sp.Integral, sp.Limit)
 # Errors of SymPy for unsupported operations.
 _REFUSALS = (ArithmeticError, AttributeError, NotImplementedError, TypeError, ValueError)
 
-# Piecewise functions. A few points might miss a piece, so only expressions of one form are equal.
+# Piecewise functions. A few points might miss a piece, so such expressions must be identical.
 _PIECEWISE = (sp.Max, sp.Min, sp.floor, sp.ceiling, sp.Mod)
 
 
@@ -156,7 +157,7 @@ def _is_zero(value) -> bool:
 
 
 def _same_at_points(a, b, symbols) -> bool:
-  """Whether two expressions agree at all suitable points.
+  """Whether two expressions agree at all suitable points that are tried.
 
   There must be two suitable points. A point is suitable if all arguments of roots and logarithms
   are positive, and both values are defined and finite.

@@ -139,7 +139,7 @@ def _is_sum(relation: Relation) -> bool:
 def _is_name(term) -> bool:
   """Whether a term of a sum is a name.
 
-  Names are m, x_1, α, and a length AB. The letters x, y and z are coordinates.
+  Examples are m, x_1, α, and a length AB. The letters x, y and z are coordinates, and no names.
   """
   letters = term.args if isinstance(term, sp.Mul) else (term,)
   pattern = "[A-Z]" if len(letters) > 1 else "[a-wA-Z]|[a-zA-Z]_.+|[a-z]{2,}"
@@ -344,7 +344,7 @@ def _pieces(region: sp.Set) -> list[tuple] | None:
 def same_text(gold: str, ours: str) -> bool:
   """Compares texts. Dollar signs and repeated spaces do not count.
 
-  If both texts consist of words, capitals do not count either, as far as `fold` removes them.
+  If both texts consist of words, `fold` first unifies their capitals.
   """
   a, b = (" ".join(normalise(text).replace("$", " ").split()) for text in (gold, ours))
   words = re.compile(r"(?:\\text\s*\{)?([A-Za-z][A-Za-z' ,-]{2,})\}?")

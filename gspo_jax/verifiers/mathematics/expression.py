@@ -153,7 +153,7 @@ class _Reader:
     return before * value
 
   def letters_before(self):
-    """Splits a word: for ab^2, returns a, and leaves b as the next token. Else returns 1."""
+    """Splits a word: of ab^2, returns a and leaves b. Returns 1 if the next token is no word."""
     token = self.peek()
     if token.kind != "word":
       return sp.Integer(1)
@@ -218,7 +218,7 @@ class _Reader:
     raise Unreadable(f"unexpected {token.text!r}")
 
   def mixed(self, value):
-    r"""Reads a fraction (3\frac{1}{2}) or base (204_5) after a number, and returns the whole."""
+    r"""Reads a fraction (3\frac{1}{2}) or base (204_5) after a number. Returns their value."""
     if base := self.base():
       return sp.Symbol(f"{value}_{base}", real=True)
     following = [self.peek(i) for i in range(4)]

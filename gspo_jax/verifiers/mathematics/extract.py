@@ -1,8 +1,8 @@
 r"""Finds the answer in a response: in a box (`\boxed{}`), in `<answer>`, or in a sentence.
 
-Other modules parse the answer as a whole or not at all. So this module removes words around it, but
-only words that do not change it: "18 is wrong" and "18 or 19" are not 18. All patterns take time
-linear in the text.
+Other modules parse the answer as a whole or not at all. So this module removes words around the
+answer, but only words that do not change it: "18 is wrong" and "18 or 19" are not 18. All patterns
+take time linear in the text.
 """
 
 import re
@@ -171,7 +171,7 @@ def _announced(text: str, finished: bool) -> str | None:
 def _statement(line: str) -> str:
   """Returns the answer in the first sentence of a line.
 
-  But of "not 5. It is 6", returns 6.
+  For "not 5. It is 6", returns 6.
   """
   first, *following = [part for part in _SENTENCE.split(_bare(line)) if part.strip()] or [""]
   correction = re.match(r"\s*(?:[Ii]t|rather) is (.+)", following[0]) if following else None
@@ -327,7 +327,7 @@ def is_formula(text: str) -> bool:
 def _boxed(text: str, boxes: list[tuple[int, int]]) -> str | None:
   """Returns the content of the last complete box, and of boxes listed before it.
 
-  boxes: a pair of indices for each box, at which the box and its argument start.
+  boxes: a pair for each box, the indices at which the box and its argument start.
   """
   spans = [(start, *_argument(text, end)) for start, end in boxes]
   spans = [(start, end, content) for start, end, content in spans if content]

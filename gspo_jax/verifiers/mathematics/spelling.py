@@ -63,7 +63,7 @@ _LABEL = re.compile(
 def plain(text: str) -> str:
   """Removes text and style around an answer, and unifies dashes.
 
-  Examples are "the answer is", arrows such as "∴", colours, sizes, and the suffix of 12th.
+  For example, removes "the answer is", arrows such as "∴", colours, sizes, and the suffix of 12th.
   """
   text = _SO.sub(lambda match: match["open"] or "", text)
   face = _FACE.fullmatch(text)

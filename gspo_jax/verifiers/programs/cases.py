@@ -231,7 +231,7 @@ def extract(response: str, fences: bool = True) -> str | None:
     since base models complete functions without fences.
   """
   text = thought.after(response)
-  blocks, block, mark, opening, indent = {}, None, "", "", 0  # Last complete block by language.
+  blocks, block, mark, opening, indent = {}, None, "", "", 0  # `blocks`: the last by language.
   for line in text.split("\n"):
     fence, label = _fence(line)
     if fence and block is None:
@@ -271,8 +271,8 @@ def same_text(output: str, expected: str, tolerance: float = 0.0) -> bool:
   """Whether printed outputs are equal by LiveCodeBench's rule, within `tolerance`.
 
   Spaces around the texts and their lines do not count. The number of lines must be equal. Lines are
-  equal if they have the same text or the same sequence of decimal numbers. A number of `expected`
-  with point or exponent, also among words, allows an error of `tolerance`, absolute or relative.
+  equal if they have the same text or the same sequence of decimal numbers. If a number in
+  `expected` has a point or exponent, an absolute or relative error of `tolerance` is allowed.
 
   Reference: grade_stdio in lcb_runner/evaluation/testing_util.py of LiveCodeBench.
   """

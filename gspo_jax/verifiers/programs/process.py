@@ -251,8 +251,8 @@ def describe(setting: str, isolation: str) -> str:
 _PROBE_LIMITS = dataclasses.replace(DEFAULTS, threads=8)
 
 # The trial program prints "confined" if it has no network and the number of threads is limited.
-# Otherwise it prints its findings. It counts threads because the kernel does not limit those of the
-# root user.
+# Otherwise it prints its findings. Threads are tested because the kernel does not limit those of
+# the root user.
 _PROBE = """
 import _thread, socket, statistics
 faults = []

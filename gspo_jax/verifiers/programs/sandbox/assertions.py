@@ -21,7 +21,7 @@ from . import wire
 
 # Exit statuses of this process, in addition to `runner.FAILED`.
 OUT_OF_MEMORY = 101
-ASSERTION = 102  # An assertion failed.
+ASSERTION = 102  # An assertion failed, or an answer of the function is not allowed.
 RAISED = 103  # The candidate's function raised an exception.
 GONE = 104  # The candidate's process ended before its answer.
 CHECKED = 105  # All assertions passed, and the function was called.

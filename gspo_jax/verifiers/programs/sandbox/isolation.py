@@ -4,7 +4,7 @@ A program runs in separate mount, process, network, IPC and host-name namespaces
 lacks the right to create these namespaces, they are created within a user namespace. The root
 directory has Python, NumPy and the system's libraries, read-only. The working directory is an empty
 file system in memory. Resource limits and a list of allowed system calls (`calls.py`) confine the
-program further. With isolation "none", only the resource limits apply, except that on threads.
+program further. With isolation "none", only the resource limits apply, and threads are unlimited.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def enter_namespaces(identity: int) -> bool:
   lack this right in a container. A process of root then first becomes the user `identity`, since
   the kernel does not limit the threads of root.
 
-  Returns whether this process is still the machine's root user. If so, each program later becomes
+  Returns whether this process is still the machine's root user. If so, each program later runs as
   another user.
 
   Raises:

@@ -28,8 +28,8 @@ import types
 from . import assertions, calls, isolation, paths, wire
 from .assertions import OUT_OF_MEMORY
 
-# Exit status of a failed candidate; `assertions` has further statuses. A program that exits with
-# any of them passes no test thereby.
+# Exit status of a failed candidate; `assertions` has further statuses. No exit status alone lets a
+# program pass a test.
 FAILED = 1
 
 _RESULT, _CHANNEL = 3, 4  # Descriptors in the candidate's process.
@@ -124,9 +124,10 @@ def _run(s: dict, request: dict, prelude: dict, root: bool) -> dict:
   after the candidate's end, since a candidate has a copy of all messages that the keeper read
   before.
 
-  The report is a dict. `stdout` and `stderr` are texts; `result` is the value of a call as JSON, or
-  "". `reason` is "ended", "timeout", or "output" for too much output. `status` is the exit status,
-  or minus the number of a signal. `cpu_s`, `cpu_limit_s` and `wall_s` are in seconds.
+  The report is a dict. `stdout` is the standard output, and `stderr` the last 2,000 bytes of the
+  standard error. `result` is the value of a call as JSON, or "". `reason` is "ended", "timeout", or
+  "output" for too much output. `status` is the exit status, or minus the number of a signal.
+  `cpu_s`, `cpu_limit_s` and `wall_s` are in seconds.
   """
   stdin = os.memfd_create("stdin")
   os.write(stdin, request.get("stdin", "").encode("utf-8", "surrogatepass"))
