@@ -28,9 +28,9 @@ from gspo_jax.tasks.environments import Make, time_limit
 
 FIGURES = 100  # Maximum number of figures of a conversation.
 NAME = 100  # Maximum number of characters of a figure's name.
-LARGEST_FIGURE = 1e30  # Largest absolute value of a figure; its mean must fit into float32.
-CALLS = 2**31  # Exclusive upper bound on a conversation's tool calls.
-LIMIT_KEY = "time_limit_s of the environment's class"  # Names the limit in messages.
+LARGEST_FIGURE = 1e30  # Largest absolute value of a figure, so that means fit into float32.
+CALLS = 2**31  # Exclusive upper bound on the number of a conversation's tool calls.
+LIMIT_KEY = "time_limit_s of the environment's class"  # The time limit's name in messages.
 REASON = 300  # Maximum number of characters of a failure's description.
 
 Render = Callable[[Sequence[Message]], Sequence[int]]  # Function from messages to token ids.
@@ -41,11 +41,12 @@ class Unusable(ValueError):
 
 
 class Turn(NamedTuple):
-  """A finished turn of the policy, and limits of the environment's answer."""
+  """A finished turn of the policy, and limits on the environment's answer."""
 
   tokens: list[int]
   last: bool  # Whether no turn can follow: this turn was truncated, or is turn `max_turns`.
-  # Number of tokens that the trajectory may still have. An observation must have fewer tokens.
+  # Number of further tokens that the trajectory may have. An observation with this number of tokens
+  # or more ends the conversation.
   remaining: int
   vocab_size: int  # Exclusive upper bound on token ids.
   calls: int  # Number of tool calls in earlier turns.
@@ -148,7 +149,7 @@ def step(environment: Environment, turn: Turn) -> Answer:
 def try_turn(
   make: Make, environment: Environment, tokens: Sequence[int], remaining: int, vocab_size: int
 ) -> Answer:
-  """Steps a new environment with its first turn.
+  """Steps a new environment with a first turn, to check the environment before a run.
 
   Args:
     make: constructor of the environment; only its time limit is used.

@@ -64,7 +64,7 @@ def step_ends(
   """Marks the sampled tokens in which a delimiter ends, bool [B, T].
 
   A delimiter must lie within one turn. Delimiters may overlap. A token directly before a stop token
-  is not marked. Otherwise the stop token would be a separate step.
+  is not marked, because the stop token would then be a separate step.
 
   Args:
     delimiters: delimiters of steps, with the bytes and stop ids of the tokenizer.

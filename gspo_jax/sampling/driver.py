@@ -2,8 +2,8 @@
 
 Environments run on the first host only. `conversations` checks their answers, and the driver
 broadcasts the answers to the other hosts. Each finished turn goes to its environment at once, and
-the next turn is submitted as soon as the environment has answered. If `workers` is above 0,
-environments step in threads, while the engine samples further trajectories.
+the next turn is submitted as soon as the environment has answered. If `workers` is above 0, the
+engine samples further trajectories while environments step.
 """
 
 import collections
@@ -41,7 +41,7 @@ class Driver:
     time_limit_s: time limit of an environment's step, in seconds.
     limit: maximum number of tokens after a prompt, observations included; 0 means the workload's
       `max_new_tokens`. A resumed trajectory that has already reached the limit samples one more
-      token, since a request needs at least one.
+      token, since a request asks for at least one.
   """
 
   def __init__(
@@ -84,10 +84,11 @@ class Driver:
   def run(self, enough: Callable[[], bool] = lambda: False) -> Iterator[Trajectory]:
     """Yields trajectories as they finish, until all have finished or `enough()` returns True.
 
-    Once `enough()` is True, the driver submits no more requests. It waits for the running steps of
-    environments, and yields the trajectories that finish with these steps.
+    Once `enough()` is True, the driver submits no more requests, and stops the engine. It waits
+    until environments have answered all finished turns, and yields the trajectories that finish
+    thereby.
 
-    If an environment or a response fails, its trajectory finishes with `failure` set. A driver runs
+    If an environment or a response fails, its trajectory finishes with `failure` set. Call `run`
     once. Unfinished trajectories keep their tokens; to resume them, pass them to `begin` of a new
     driver.
 
@@ -191,7 +192,7 @@ class Driver:
     yield from self._pop_failed()
     self._workers.expire()
     completed, pending = [], []
-    for turn in self._environment_calls:  # Calls `done()` once, since its result may change.
+    for turn in self._environment_calls:  # `done()` is read once, since it may change meanwhile.
       (completed if turn[-1].done() else pending).append(turn)
     self._environment_calls = pending
     answers = [conversations.answer(call) for *_, call in completed]

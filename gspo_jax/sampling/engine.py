@@ -1,8 +1,8 @@
 """Protocol of sampling engines, for the host loop (driver.py).
 
-A run has one engine for its whole lifetime: either `LocalEngine` (local/), with decoding slots on
-the run's own mesh, or `ServerEngine` (servers/), with external servers. Callers of this protocol do
-not depend on the kind of engine.
+A run has one engine for its whole lifetime. A `LocalEngine` (local/) decodes on the run's own
+devices; a `ServerEngine` (servers/) uses external servers. Callers of this protocol do not depend
+on the kind of engine.
 """
 
 from typing import Any, Protocol
@@ -27,7 +27,7 @@ class Engine(Protocol):
   loads_beside_steps: bool
 
   def load(self, params: Any, version: int) -> None:
-    """Loads a copy of the trainer's parameters. Later tokens have the version `version`."""
+    """Loads the trainer's parameters. Tokens sampled with them have the version `version`."""
 
   def revive(self) -> None:
     """Makes the engine usable again if all its servers have failed.
@@ -54,6 +54,7 @@ class Engine(Protocol):
 
     Raises:
       Preempted: the run was asked to stop (system/preemption.py).
+      ServersGone: no server became usable in time.
     """
     ...
 

@@ -16,7 +16,7 @@ def segment_ids(
   size: int | None = None,
   ends_BT: np.ndarray | None = None,
 ) -> np.ndarray:
-  """Numbers each response's segments from 0, int32 [B, T]; 0 off the mask.
+  """Numbers each response's segments from 0, int32 [B, T]; 0 where the mask is 0.
 
   A new segment begins at the first token of a turn, after every `size` sampled tokens of a turn,
   and after a token marked in `ends_BT`. Observations belong to no segment.
@@ -49,13 +49,14 @@ def segment_ids(
 def _at_last_mark(x_X: np.ndarray, mark_X: np.ndarray) -> np.ndarray:
   """Returns, for each position, x at the latest mark up to this position.
 
-  Position 0 must be marked in `mark_X`.
+  For example, x = [5, 6, 7, 8] with marks at positions 0 and 2 gives [5, 5, 7, 7]. Position 0 must
+  be marked in `mark_X`.
   """
   return x_X[np.maximum.accumulate(np.where(mark_X, np.arange(len(x_X)), 0))]
 
 
 def breaks(tokens: np.ndarray, breaks_V: np.ndarray) -> np.ndarray:
-  """Looks up each token's number of line breaks; 0 for ids beyond `breaks_V`."""
+  """Looks up each token's number of line breaks; 0 for ids outside `breaks_V`."""
   in_table = (tokens >= 0) & (tokens < len(breaks_V))
   return np.append(breaks_V, 0)[np.where(in_table, tokens, -1)]
 
@@ -71,7 +72,7 @@ def line_rewards(
   Args:
     reward_U: reward of each line. A response with n line breaks has at most n + 1 lines.
     tokens_X: token ids of the response.
-    breaks_V: number of line breaks of each token id, as in `breaks`.
+    breaks_V: number of line breaks in the text of each token id.
   """
   breaks_X = np.cumsum(breaks(tokens_X, breaks_V))
   end_U = np.searchsorted(breaks_X, np.arange(1, len(reward_U) + 1))

@@ -9,8 +9,8 @@ from gspo_jax import sharding
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.settings.sampling import SHORTEST_PREFILL, EngineConfig, SamplingConfig
 
-# Minimum of `Workload.piece`, unless it is 0. Each piece is sampled by a separate call to a server.
-# Each call prefills the whole prefix again, so shorter pieces would waste work.
+# Smallest `Workload.piece` of a run with a token budget. A server samples each piece of a response
+# in a separate call, and may prefill the whole prefix in each, so shorter pieces would waste work.
 LEAST_PIECE = 64
 
 
@@ -18,7 +18,7 @@ LEAST_PIECE = 64
 class Workload:
   """Limits of an engine's requests. The engine's array shapes are derived from these limits."""
 
-  sampling: SamplingConfig  # `max_new_tokens` bounds all tokens after the prompt.
+  sampling: SamplingConfig  # Its `max_new_tokens` bounds all tokens after the prompt.
   prompt_length: int  # Maximum number of tokens of a prompt.
   trajectories: int  # Maximum number of trajectories in flight.
   group_size: int = 1  # Number of trajectories with the same prompt.
@@ -33,7 +33,7 @@ class Workload:
   # The tokenizer's size, an exclusive upper bound on sampled token ids. A model may have more
   # embeddings than the tokenizer has tokens. 0 means no bound.
   vocabulary: int = 0
-  piece: int = 0  # Maximum number of tokens of a server's partial response; 0 for whole responses.
+  piece: int = 0  # Maximum number of new tokens in one call to a server; 0 for no maximum.
 
   @property
   def window(self) -> int:
@@ -42,14 +42,14 @@ class Workload:
 
   @property
   def prefix_length(self) -> int:
-    """Maximum number of tokens of a prefix, including prefixes of resumed trajectories."""
+    """Maximum number of tokens of a prefix: a prompt, or a trajectory to continue."""
     return self.window - 1 if self.several_turns or self.partial else self.prompt_length
 
   @property
   def samples(self) -> int:
     """Number of responses of a typical request.
 
-    If trajectories have several turns, each turn is a separate request for one response.
+    If trajectories have several turns, every turn after the first is a request for one response.
     """
     return 1 if self.several_turns else self.group_size
 
@@ -62,19 +62,19 @@ class Sizes:
   """
 
   shards: int  # Number of shards.
-  slots: int  # Responses decoded at once, over all shards.
-  window: int  # Positions of a slot in the cache.
+  slots: int  # Number of responses decoded at once, over all shards.
+  window: int  # Number of positions of a slot in the cache.
   rows: int  # Maximum number of prefixes in one prefill, per shard.
-  entries: int  # Number of prefixes in the queue, per shard.
-  longest: int  # Maximum number of tokens of a prefix, also of a restarted response (refill.py).
+  entries: int  # Maximum number of prefixes in the queue, per shard.
+  longest: int  # Maximum number of tokens of a prefix, restarted responses (refill.py) included.
   prompt: int  # Padded length of the longest prefix, restarted responses excluded.
-  prefix: int  # Padded length of a prefix of `longest` tokens; positions of a queue entry.
+  prefix: int  # Padded length of a prefix of `longest` tokens: the length of a queue entry.
   pages: int  # Number of pages for slots and queue, per shard; 0 for a dense cache.
-  page: int  # Positions of a page.
+  page: int  # Number of positions of a page.
   piece: int  # Maximum number of tokens in one forward pass of prefill, per shard.
 
   def at_once(self, length: int) -> int:
-    """Returns the number of prefixes of a padded length in one prefill, per shard."""
+    """Returns how many prefixes fit into one prefill if padded to `length`, per shard."""
     return min(self.rows, max(1, self.piece // length))
 
   def bucket(self, prefix: int) -> int:
@@ -90,7 +90,7 @@ def sizes(workload: Workload, config: EngineConfig, shards: int) -> Sizes:
   """
   slots = -(-config.slots_for(workload.trajectories) // shards)  # Slots per shard.
   rows, longest = -(-slots // workload.samples), workload.prefix_length
-  if config.cache_tokens:  # A displaced response is prefilled again, with all its tokens.
+  if config.cache_tokens:  # Responses may be displaced (refill.py), and prefilled again in full.
     longest = max(longest, workload.window - 1)
   prefix = bucket(longest, longest, config.prefill_tokens)
   window, entries = max(workload.window, prefix), max(2, min(2 * rows, slots))
@@ -124,9 +124,15 @@ def sizes(workload: Workload, config: EngineConfig, shards: int) -> Sizes:
 def bucket(prefix: int, longest: int, piece: int) -> int:
   """Returns the padded length of a prefix without its last token.
 
-  Prefill leaves out the last token, the input of the first decode step. The padded length is a
-  power of two of at least SHORTEST_PREFILL, or the length of the longest prefix if that is smaller.
-  Above `piece` tokens, the padded length is a multiple of `piece` instead.
+  Prefill excludes the last token, the input of the first decode step. The remaining tokens are
+  padded to a power of two of at least SHORTEST_PREFILL, but not beyond the longest prefix. If there
+  are more than `piece`, they are padded to a multiple of `piece` instead. For example, a prefix of
+  101 tokens has the padded length 128, or 110 if the longest prefix has 111 tokens.
+
+  Args:
+    prefix: number of tokens of the prefix.
+    longest: number of tokens of the longest prefix.
+    piece: maximum number of tokens in one forward pass.
   """
   length, longest = (max(n - 1, SHORTEST_PREFILL) for n in (prefix, longest))
   if length > piece:
@@ -204,7 +210,7 @@ class Response:
   logp: np.ndarray  # Log-probs under the sampling distribution, float32 [n].
   full_logp: np.ndarray  # Log-probs without top-k, top-p and min-p, float32 [n]; NaN if unknown.
   version: np.ndarray  # Weight version of each token, int32 [n].
-  stopped: bool  # Whether a stop token or stop string ended the response; False if truncated.
+  stopped: bool  # Whether a stop token or stop string ended the response.
   finished: bool  # False if `Engine.stop` interrupted the response.
   # Experts chosen for all tokens of prefix and response except the last token, int8 or int16
   # [prefix + n - 1, l, k]; None if not recorded.
@@ -220,13 +226,13 @@ class Usage:
 
   tokens: int = 0  # Sampled tokens.
   flops: float = 0.0  # Model FLOPs for prefixes and sampled tokens.
-  prefilled: int = 0  # Tokens computed in prefill.
+  prefilled: int = 0  # Tokens computed in prefill, padding excluded.
   padded: int = 0  # Tokens computed in prefill, padding included; 0 for servers.
   steps: int = 0  # Decode steps; 0 for servers.
   slot_steps: int = 0  # Decode steps times slots, free slots included.
   prefill_seconds: float = 0.0
   decode_seconds: float = 0.0
-  put_aside: int = 0  # Responses displaced because no page was free, and restarted (refill.py).
+  put_aside: int = 0  # Restarts of responses that were displaced for lack of pages (refill.py).
   # Size of the cache on all devices. Over several workloads, this is a maximum instead of a sum.
   cache_bytes: int = 0
   # Newest metrics of servers, by name; {} for a local engine, and on hosts other than the first.
@@ -281,8 +287,8 @@ def workload(
     record_routing=c.objective.needs_sampler_routing,
     support=c.support,
     vocabulary=vocabulary,
-    # Sampling ends once `rl.token_budget` tokens have arrived. Servers send whole pieces. Small
-    # pieces keep the number of sampled tokens near the budget.
+    # Sampling may end once `rl.token_budget` tokens have arrived. Tokens arrive from servers in
+    # pieces, so small pieces keep the number of sampled tokens near the budget.
     piece=max(LEAST_PIECE, budget // (8 * c.rl.rows)) if budget else 0,
   )
 

@@ -88,14 +88,14 @@ def sample_rollout(
 
   Args:
     engine: engine with loaded weights.
-    workload: limits, group size, stops and sampling settings.
+    workload: limits, group size, stop tokens, stop strings and sampling settings.
     prompts: lists of token ids.
     seed: seed of the PRNG keys.
     pad_id: token id of the padding.
 
   Returns:
-    A Rollout with `workload.group_size` rows per prompt, in the prompts' order, of
-    `workload.window` positions each.
+    A Rollout with `workload.group_size` rows per prompt, in the prompts' order. Each row has
+    `workload.window` positions.
   """
   driver = Driver(engine, workload)
   named = [Prompt(str(i), "", "", tuple(prompt)) for i, prompt in enumerate(prompts)]

@@ -113,12 +113,12 @@ def sample(
   Args:
     logits_BV: logits of the model.
     keys_B: PRNG key of each response.
-    position_B: index of the new token after the prompt, folded into the key.
+    position_B: index of the new token among the tokens after the prompt, counted from 0.
     config: temperature and truncation.
     support_BX: token ids to sample from, as returned by `support`. None means that `truncate`
       selects the tokens.
     vocabulary: exclusive upper bound on sampled token ids, the tokenizer's size; 0 for no bound.
-      The log-prob after temperature alone is normalised over all ids nevertheless, as in the
+      Even with a bound, the log-prob after temperature alone is normalised over all ids, as in the
       trainer.
 
   Returns:

@@ -13,12 +13,14 @@ def end(
 ) -> tuple[int | None, list[int] | None]:
   """Finds the end of the first stop string in a response's `new` tokens.
 
-  A stop string may begin before `new`. So `tail`, the last earlier tokens, is searched too. It has
-  at most as many tokens as the longest stop string has bytes. The cost of a call therefore does not
-  grow with the response. Tokens without a text, such as special tokens, are ignored.
+  A stop string may begin before `new`. So the last tokens before `new`, the `tail`, are searched
+  too. A tail has at most as many tokens as the longest stop string has bytes, so the cost of a
+  search does not grow with the response. Tokens without a text, such as special tokens, are
+  ignored.
 
   Args:
-    request: request with the stop strings. A stop string may begin in the turn's `unfinished` part.
+    request: request with the stop strings. A stop string may begin in the turn's tokens before the
+      response (`Request.unfinished`).
     tail: `tail` from the previous call for this response; None at the first call.
     new: new tokens of the response.
     detokenize: function from token ids to text; None if there are no stop strings.

@@ -20,7 +20,7 @@ from gspo_jax.sampling.requests import Response
 from gspo_jax.structs import Rollout
 
 Message = Mapping[str, str]  # Keys `role` and `content`.
-MOST_FIGURES = 200  # Maximum number of figures (`Environment.figures`) that `means` returns.
+MOST_FIGURES = 200  # Maximum number of metrics of environments in a result of `means`.
 
 
 class Environment(Protocol):
@@ -43,8 +43,8 @@ class Environment(Protocol):
     all tokens between the two turns, such as a chat template's headers. The observation after the
     last turn is ignored.
 
-    A run resumed in the middle of a trajectory creates a new environment and repeats the past
-    turns. Equal turns must therefore get equal answers.
+    A run resumed in the middle of a trajectory creates a new environment, and steps it with the
+    past turns. So the same turns must always lead to the same state of an environment.
     """
     ...
 
@@ -78,9 +78,9 @@ COLUMNS = dict(
   tokens=np.int32,
   turns=np.int32,  # Turn 0, 1, ... of a sampled token; -1 on observations.
   logp=np.float32,  # Log-prob under the sampling distribution; 0 on observations.
-  full_logp=np.float32,  # Log-prob without top-k, top-p and min-p, or NaN; 0 on observations.
+  full_logp=np.float32,  # Without top-k, top-p, min-p; NaN if unknown; 0 on observations.
   version=np.int32,  # Weight version of a sampled token; -1 on observations.
-  rewards=np.float32,  # A turn's reward at the turn's last token; 0 elsewhere.
+  rewards=np.float32,  # Reward of a turn or line, at its last token; 0 elsewhere.
 )
 
 
@@ -89,26 +89,26 @@ class Trajectory:
 
   Attributes:
     prompt: token ids of the prompt, which the columns do not contain.
-    sample: number of this trajectory among those with the same prompt; consecutive in a group.
+    sample: number among all trajectories with the same prompt; consecutive in a group.
     seed: seed of the request; `seed`, `prompt` and `sample` determine the PRNG key.
     environment: the environment. For conversations it is None on hosts other than the first, and
       after a restore until `conversations.resume` has created it.
-    tag: label for the caller.
+    tag: the caller's label, such as the prompt's id; error messages show it.
     turn: index of the current turn, which is also the number of finished turns.
     calls: number of tool calls in each finished turn.
-    finished: whether the trajectory has ended: its environment ended it, it reached the maximum
-      length or number of turns, or it failed.
+    finished: whether the trajectory has ended. The environment ends it, or it reaches the maximum
+      length or number of turns, or it fails.
     stopped: whether the last turn ended with a stop token or stop string, and the environment was
       done. After a single turn, the environment is always done.
     limit: maximum number of tokens after the prompt; 0 until a driver sets it.
-    experts: experts chosen in the first forward pass of each token except the last token, int8 or
-      int16 [prompt + n - 1, l, k]; None if not recorded.
+    experts: experts chosen in each token's first forward pass, int8 or int16 [prompt + n - 1, l, k]
+      (the last token has had no forward pass). None if not recorded.
     support: token ids in each token's sampling distribution, int32 [n, X], padded with NO_TOKEN. A
-      row with no token ids means an observation or the whole vocabulary. None if not recorded.
+      row of NO_TOKEN alone means an observation or the whole vocabulary. None if not recorded.
     figures: metrics of the finished trajectory, by name (`Environment.figures`).
     failure: description of the environment's or the response's failure; "" if there is none. The
       reward of a failed trajectory is unknown.
-    columns: arrays [n] by the names of COLUMNS, for the n tokens after the prompt.
+    columns: dict of the arrays named in COLUMNS, [n] each, for the n tokens after the prompt.
   """
 
   def __init__(
@@ -148,7 +148,7 @@ class Trajectory:
   def add(self, response: Response) -> None:
     """Appends a response's tokens to the current turn."""
     n = len(response.tokens)
-    if not n:  # The next response has the experts of the prefix too.
+    if not n:  # No experts are lost: the next response includes the experts of all earlier tokens.
       return
     self._extend_support(n, response.support)
     self._extend(
@@ -255,7 +255,7 @@ class Trajectory:
     self.support = np.concatenate([_pad_support(old, width), _pad_support(new, width)])
 
   def get_state(self) -> dict[str, Any]:
-    """Returns a trajectory in JSON types for a checkpoint, without environment and tag."""
+    """Returns the trajectory without environment and tag, in JSON types, for a checkpoint."""
     arrays, file = self.columns | dict(routing=self.experts, support=self.support), io.BytesIO()
     np.savez_compressed(file, **{name: x for name, x in arrays.items() if x is not None})
     plain = "prompt sample seed turn calls finished stopped limit figures failure".split()
@@ -272,7 +272,7 @@ class Trajectory:
       state: result of `get_state`.
       environment: environment in its state after the past turns. None if
         `conversations.resume` creates it later, on the first host.
-      tag: label for the caller.
+      tag: the caller's label.
     """
     state = dict(state)
     arrays = dict(np.load(io.BytesIO(base64.b64decode(state.pop("arrays")))))
@@ -333,8 +333,8 @@ def means(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
   """Returns the mean of each figure over the trajectories with this figure.
 
   Args:
-    figures: `Trajectory.figures` of some trajectories. If these have more than MOST_FIGURES
-      different names, only the most frequent names are returned.
+    figures: `Trajectory.figures` of some trajectories. Only the MOST_FIGURES most frequent names
+      are returned.
   """
   by_name: dict[str, list[float]] = {}
   for row in figures:
@@ -354,8 +354,9 @@ def assemble(
       sampled tokens or for none.
     length: number of positions of a batch row.
     pad_id: token id of padding.
-    support: maximum number of tokens in a token's sampling distribution (sampling.top_k); 0 for no
-      support in the batch. Trajectories without a recorded support have the whole vocabulary.
+    support: maximum number of tokens in a token's sampling distribution (sampling.top_k). If it is
+      0, the rollout has no supports. A trajectory without recorded supports counts as sampled from
+      the whole vocabulary.
 
   Raises:
     ValueError: a trajectory has a wider support, since sampling.top_k was larger before a resume.

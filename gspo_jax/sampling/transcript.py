@@ -13,7 +13,7 @@ POLICY, ENVIRONMENT = "policy", "environment"  # Roles.
 
 
 def transcripts(trajectories: Sequence[Trajectory], tok: Tokenizer) -> list[dict[str, Any]]:
-  """Returns additional fields for the record of each trajectory, as dicts.
+  """Returns a dict for each trajectory: additional fields of its record.
 
   Field `rendered_prompt` is in the record of the first trajectory with sampled tokens, and in all
   later records with a different prompt. Field `turns` is in records of conversations with
