@@ -78,7 +78,7 @@ COLUMNS = dict(
   tokens=np.int32,
   turns=np.int32,  # Turn 0, 1, ... of a sampled token; -1 on observations.
   logp=np.float32,  # Log-prob under the sampling distribution; 0 on observations.
-  full_logp=np.float32,  # Without top-k, top-p, min-p; NaN if unknown; 0 on observations.
+  full_logp=np.float32,  # Log-prob without top-k, top-p, min-p, NaN if unknown; 0 on observations.
   version=np.int32,  # Weight version of a sampled token; -1 on observations.
   rewards=np.float32,  # Reward of a turn or line, at its last token; 0 elsewhere.
 )

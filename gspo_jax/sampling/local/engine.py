@@ -20,11 +20,11 @@ class LocalEngine:
   Args:
     model: configuration of the model.
     config: section `engine` of the configuration.
-    compute: the trainer's compute settings; `config.dtype` overrides their dtype.
+    compute: the trainer's compute settings; `config.dtype`, if set, overrides their dtype.
     publish: function from the trainer's parameters to parameters in the sampler's layout and dtype.
     detokenize: function from token ids to text, for stop strings; None if there are none.
-    stepped: function to call after each `step` with `config.steps`, the number of decode steps in a
-      `step`; None if there is no such function.
+    stepped: function to call after each `step` with `config.steps`, the maximum number of decode
+      steps in a `step`. None if there is no such function.
   """
 
   loads_beside_steps = False  # Two threads must not start collectives on the same devices.

@@ -1,10 +1,11 @@
 """Refill of slots and allocation of cache pages on each device, before every decode step.
 
-A free slot starts the next response of a prefix in the queue (slots.py). If the cache is paged, a
+A free slot starts the next response to a prefix in the queue (slots.py). If the cache is paged, a
 slot takes another page when its response needs one. If no page is free, a prefix or a response has
 to give its pages back, and is *displaced*. Prefixes in the queue are displaced first, the newest
-before older prefixes. If there are none, the response with the fewest sampled tokens is displaced.
-The host detects displaced responses from their missing ids, and submits them again (scheduler.py).
+before older prefixes. If the queue is empty, the response with the fewest tokens after its prompt
+is displaced. The host detects displaced responses from their missing ids, and submits them again
+(scheduler.py).
 At least one response always proceeds, since the pages of a device are enough for a response of the
 maximum length (`requests.sizes`).
 """
@@ -125,7 +126,7 @@ def _allocate_pages(state):
     place = (slot, s.position_B[slot] // S)
     table_Bn = owners.table_Bn.at[place].set(jnp.where(any_free, page, owners.table_Bn[place]))
     # If no page is free, the newest prefix in the queue is displaced. If the queue is empty too,
-    # the response with the fewest sampled tokens is displaced. If there are several, the newest is.
+    # the response with the fewest tokens after its prompt is displaced, the newest if several tie.
     waits = (owners.waiting_R > 0).any()
     entry = jnp.argmax(jnp.where(owners.waiting_R > 0, state.queue.id_B, -1))
     least = jnp.where(owners.remaining_B > 0, sampled_B, jnp.iinfo(jnp.int32).max).min()

@@ -18,6 +18,7 @@ class Entry(NamedTuple):
   call: int  # Index of the first `decode` call after the prefill.
   waiting: int  # Number of responses still to start, after the last collected call.
   # Exclusive upper bound on ids of the prefix's responses, which start in ascending order of id.
+  # For example, responses 8 to 11 have `end` 12. If `waiting` is 1, response 11 is still to start.
   end: int
 
 
@@ -28,8 +29,8 @@ class LiveResponse:
   request: Request
   sample: int  # Sample number.
   shard: int  # Index of the response's shard (scheduler.py).
-  # Experts of the prefix, in a list shared by all responses to the prefix; [] until the experts are
-  # fetched, or if they are not recorded.
+  # Experts of the prefix, in a list shared by all responses to the prefix. The list is empty until
+  # the experts are fetched, and remains empty if they are not recorded.
   experts: list[np.ndarray]
   call: int = 0  # Index of the first `decode` call after the prefill.
   # Arrays from each `decode` call, as yielded by `split_by_response` after the id.

@@ -105,11 +105,14 @@ class Scheduler:
     # By shard: free pages after the last collected call, and pages of later prefills.
     self._free_pages = np.full(self._shards, size.pages)
     self._prefix_pages = np.zeros(self._shards, int)
-    # Queue entries in use, by index in the whole queue: shard · entries + index in the shard.
+    # Queue entries in use. The key is the index in the whole queue, shard · entries + index in the
+    # shard.
     self._queued: dict[int, Entry] = {}
     self._calls = 0  # Number of calls so far.
     self._in_flight = collections.deque()  # Dispatched calls with results not yet fetched.
-    self._prefills = []  # Prefills since the last call: (experts, [(row, length, row's experts)]).
+    # Prefills since the last call. Each is (experts, rows): the experts of all rows on the devices,
+    # and (row, length, list that receives the row's experts) for each prefix.
+    self._prefills = []
     self._clock = 0.0  # Time of the last `_lap`, by `time.perf_counter`.
 
   def submit(self, request: Request) -> None:
@@ -310,7 +313,7 @@ class Scheduler:
       string_end = live.stopped_by(self._detokenize)
       if string_end is not None:
         if not ended:
-          self._cancelled.append(id_)  # The next call cancels it; the call in flight decodes it.
+          self._cancelled.append(id_)  # The next call ends it; the call in flight continues it.
         count, stopped, ended = string_end, True, True
       self.usage.tokens += count - old_count
       # For FLOPs: number of decode steps, and number of positions up to the last input token.

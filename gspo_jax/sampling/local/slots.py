@@ -1,8 +1,8 @@
 """Continuous batching on the device: a fixed number of self-refilling slots.
 
-A slot is one row of the decoding batch. It holds a response, and decodes one of its tokens in each
-step. A queue on the device holds *prefixes*. A prefix is a prompt, or the tokens of a trajectory so
-far. The keys and values of prefixes are computed in advance. Once a response ends, its slot starts
+A slot is one row of the decoding batch. It holds a response, and decodes one token of this response
+in each step. A queue on the device holds *prefixes*. A prefix is a prompt, or the tokens of a
+trajectory so far. Its keys and values are computed in advance. Once a response ends, the slot takes
 the next response to a prefix in the queue (refill.py). This happens inside the decoding loop, so no
 slot waits for the host. While the devices decode, `scheduler` collects sampled tokens on the host
 and starts the prefill of further prefixes.
@@ -36,8 +36,8 @@ from gspo_jax.sharding import BATCH, P
 class Rows:
   """State of B responses in slots, or of B prefixes in the queue.
 
-  A prefix has the initial field values of its next response. The last token of a prefix is not in
-  the cache, since decoding starts with this token as input.
+  The row of a prefix has the values with which its next response starts. The last token of a prefix
+  is not in the cache, since decoding starts with this token as input.
   """
 
   token_B: Any  # Next input token, int32.
@@ -342,7 +342,7 @@ def _report(state: State) -> dict[str, Any]:
 
 
 def specs(tree: Any) -> Any:
-  """Returns PartitionSpecs. Only arrays of a cache have more than four axes."""
+  """Returns the PartitionSpec of each array. Only a cache has arrays with more than four axes."""
   return jax.tree.map(lambda x: kv_cache.spec(x) if x.ndim > 4 else P(BATCH), tree)
 
 

@@ -1,9 +1,10 @@
 """Engine with vLLM servers as samplers, over HTTP (docs/engines.md).
 
 A response is sampled by one or several *calls* to servers; the answer to a call is a `Part` of the
-response. Answers are checked, servers are probed after each publication of weights, and a failed
-call is sent again, to another server if possible. After too many failed calls in a row, a response
-ends as a failure. Only the first host talks to servers; it broadcasts their answers.
+response. All answers are checked, and after each publication of weights, log-probs of every server
+are compared with the trainer's (probe.py). A failed call is sent again, to another server if
+possible. After too many failed calls in a row, the response ends as a failure. Only the first host
+talks to servers; it broadcasts the responses.
 """
 
 import asyncio
@@ -34,11 +35,11 @@ from gspo_jax.settings.model import ComputeConfig, ModelConfig
 from gspo_jax.settings.sampling import EngineConfig
 from gspo_jax.system import hosts, preemption
 
-# Maximum number of tokens of a call with stop strings, which the engine detects after each call.
+# Maximum number of new tokens of a call with stop strings. The engine detects them after the call.
 STOP_PIECE = 64
 MAX_FAILURES = 6  # Consecutive failed calls of a response before the response fails.
-ABORT_S = 20.0  # Maximum wait for the answers of aborted calls.
-RETRY_S = 5.0  # Pause between two attempts to find a usable server.
+ABORT_S = 20.0  # Maximum seconds to wait for the answers to aborted calls.
+RETRY_S = 5.0  # Seconds between two attempts to find a usable server.
 
 
 class ServerEngine:
@@ -47,10 +48,10 @@ class ServerEngine:
   Args:
     model: configuration of the model.
     config: section `engine` of the configuration.
-    compute: the trainer's compute settings; `config.dtype` overrides their dtype.
+    compute: the trainer's compute settings; `config.dtype`, if set, overrides their dtype.
     publish: function from the trainer's parameters to parameters in the sampler's layout and dtype.
     detokenize: function from token ids to text, for stop strings; None if there are none.
-    workdir: directory for published weights, unless `engine.server.directory` is set.
+    workdir: directory of the run. By default, weights are published in its folder `published`.
     window: maximum number of tokens of a prompt with its response.
     temperature: temperature of the run's sampling.
     routing: whether to record the chosen experts.
@@ -96,7 +97,7 @@ class ServerEngine:
     self._numbers, self._calls = itertools.count(), itertools.count()
     # Requests by number, each with the sample numbers of responses not yet returned.
     self._requests: dict[int, tuple[Request, set[int]]] = {}
-    # Responses in flight by id of their call; {} on all hosts but the first.
+    # Responses in flight, by id of their current call; {} on all hosts but the first.
     self._pending: dict[str, Pending] = {}
     self._run, self._stopping = f"{os.getpid():x}-{time.time_ns():x}", False
     self._sampled = 0  # Tokens since the last `start`, including those of unfinished responses.
@@ -138,7 +139,7 @@ class ServerEngine:
     return jax.process_count() == 1
 
   def revive(self) -> None:
-    """Publishes the newest weights again if no server is usable. Raises ServersGone like `load`."""
+    """Publishes the newest weights again if no server is usable. Raises ServersGone as `load`."""
     if not (self._pool.usable or self._loading):
       self._find_servers(probe.read_weights(self._weights))
 
@@ -182,7 +183,7 @@ class ServerEngine:
     return hosts.broadcast(self._pool is not None and bool(self._pool.usable))
 
   def _disagreement(self, mean: float, largest: float) -> str:
-    """Returns the reason to exclude a server with these differences of log-probs, or ""."""
+    """Returns the reason to exclude a server by its differences of log-probs, or ""."""
     if mean <= self._tolerance:  # False for NaN.
       self._probe_mean = max(self._probe_mean, mean)
       return ""
@@ -273,9 +274,9 @@ class ServerEngine:
     return answers
 
   def _receive(self, seconds: float) -> list[tuple[int, Response]]:
-    """Returns finished responses with their requests' numbers.
+    """Returns finished responses with their requests' numbers; sends the next calls of others.
 
-    Sends the next calls of unfinished responses.
+    While the engine stops, it sends no calls, and also returns the unfinished responses.
     """
     answers = []
     while True:
@@ -336,7 +337,7 @@ class Pending:
     self.logp = np.zeros(0, np.float32)
     self.experts: np.ndarray | None = None
     self.stopped = False
-    self.failed_at: list[str] = []  # URLs of servers that failed calls since the last part.
+    self.failed_at: list[str] = []  # URL of the server of each failed call since the last part.
     self.failure = ""  # Description of the last failure, if MAX_FAILURES calls in a row failed.
     self._tail: list[int] | None = None  # State of the search for stop strings.
 
@@ -383,7 +384,7 @@ class Pending:
     return Call(id_, tokens, count, workload.sampling, request.stop_ids, seed, routing)
 
   def response(self, untruncated: bool) -> Response:
-    """Returns the response so far; `untruncated` means without top-k, top-p and min-p."""
+    """Returns the response so far. `untruncated`: sampling has no top-k, top-p or min-p."""
     return Response(
       None,  # Not broadcast: on each host, `_close_responses` sets that host's request.
       self.sample,

@@ -2,8 +2,9 @@
 
 Even after a successful publication, a server may serve garbage, use keys and values of old weights,
 or return log-probs of a wrong distribution. So responses to fixed prompts, the *probe*, are sampled
-after every publication, and their log-probs are compared with the trainer's. The probe has two
-temperatures, since at temperature 1 a server that ignores the temperature would look right.
+after every publication, and their log-probs are compared with the trainer's. Half of the probe is
+sampled at the run's temperature, and half at a lower one. At temperature 1 alone, a server that
+ignores the temperature would look right.
 """
 
 import base64
@@ -33,10 +34,10 @@ from gspo_jax.system import hosts
 # Kinds of failures, in the order of docs/engines.md.
 KINDS = ("connection", "timeout", "health", "status", "body", "tokens", "version")
 SLACK = 1e-3  # Largest accepted log-prob in nats: rounding may bring it above 0.
-PUBLICATIONS = 2  # Publications kept on disk: a starting server may still read the previous one.
+PUBLICATIONS = 2  # Number kept on disk, since a starting server may still read the previous one.
 PROMPTS = 8  # Number of the probe's prompts, half of them for each temperature.
-# Maximum number of tokens of a prompt with its response in the probe. It is a multiple of the block
-# sizes (16 to 128 tokens) in which servers cache prefixes.
+# Maximum number of tokens of a prompt with its response in the probe. So long a prompt fills a block
+# (16 to 128 tokens) of a server's prefix cache, and old keys in this cache are detected.
 LONGEST = 256
 TOKENS = 32  # Maximum number of tokens of a response in the probe.
 COOLER = 0.7  # Second temperature, as a multiple of the first.
@@ -85,7 +86,7 @@ def read_answer(answer: Any, call: Call, model: ModelConfig, oldest: int, newest
 
   Args:
     answer: JSON value of the answer.
-    call: the call.
+    call: call that the server answered.
     model: configuration of the model.
     oldest, newest: minimum and maximum weight version that a token may have.
 
@@ -163,7 +164,7 @@ def _read_experts(
   experts = np.lib.format.read_array(file, allow_pickle=False)
   inputs, shape = len(call.tokens) + len(part.tokens) - 1, experts.shape
   moe_layers = list(filter(model.is_moe, range(model.num_layers)))
-  for count in (len(moe_layers), model.num_layers):  # Some servers send dense layers, too.
+  for count in (len(moe_layers), model.num_layers):  # Some servers also send dense layers.
     if experts.size == inputs * count * model.experts_per_token and experts.dtype.kind in "iu":
       experts = experts.reshape(inputs, count, model.experts_per_token)
       experts = experts if count == len(moe_layers) else experts[:, moe_layers]
@@ -206,7 +207,7 @@ def write_weights(
     partial.mkdir(parents=True)
 
   def complete() -> None:
-    if tokenizer:  # Without generation_config.json, which changes sampling in some servers.
+    if tokenizer:  # FILES has no generation_config.json, which would change some servers' sampling.
       tokenizers.copy(tokenizer, partial, tokenizers.FILES)
     shutil.rmtree(target, ignore_errors=True)  # It may exist from before a resume.
     earlier = sorted(target.parent.glob("weights_*[0-9]"), key=lambda path: path.stat().st_mtime)
@@ -279,7 +280,7 @@ class Probe:
     ]
 
   def differences(self, params: Any, parts: list[Part]) -> np.ndarray:
-    """Returns absolute differences between log-probs of servers and trainer, in nats [N, T].
+    """Returns absolute differences between a server's and the trainer's log-probs, [N, T], in nats.
 
     Collective: call it on all hosts.
 
