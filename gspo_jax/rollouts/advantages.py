@@ -71,8 +71,8 @@ def compute(scored: ScoredGroups) -> Advantages:
   """Computes advantages by the configured estimator.
 
   If `extra_rounds` is set, groups for which `costs.teaches` is False have advantages of 0. If
-  `rl.mask_truncated` is set, truncated responses have advantages of 0. The advantages of their
-  tokens are unchanged, since the loss masks these tokens.
+  `rl.mask_truncated` is set, truncated responses have advantages of 0. Advantages of single tokens
+  in truncated responses are unchanged, since the loss masks these tokens.
   """
   c, rollout = scored.config, scored.rollout
   part = PARTS.get(c.estimator_of_rewards.name, group_advantages)
@@ -93,7 +93,7 @@ def compute(scored: ScoredGroups) -> Advantages:
 
 
 def group_advantages(scored: ScoredGroups) -> Advantages:
-  """Computes advantages of responses from their rewards alone."""
+  """Computes advantages of responses from the responses' rewards alone."""
   c = scored.config
   advantage_PG = advantages(c.objective, scored.reward_PG, scored.valid_PG, c.reward.right_from)
   return Advantages(advantage_PG, None, {})

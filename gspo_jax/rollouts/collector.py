@@ -8,8 +8,8 @@ set, sampling may end once that number of tokens is sampled (`Collector._sample`
 The next iteration continues the unfinished responses, called partial rollouts, with newer weights.
 Each token keeps its log-probability and the version of the weights that sampled it. So the
 likelihood of a partial rollout under the behaviour policy is the product of the recorded token
-probabilities. GSPO's importance ratio uses this likelihood (arXiv:2507.18071, §5.4). When a partial
-rollout resumes, the newer weights prefill its tokens again.
+probabilities. GSPO's importance ratio can use this likelihood (arXiv:2507.18071, §5.4). When a
+partial rollout resumes, the newer weights prefill its tokens again.
 """
 
 import collections
@@ -45,7 +45,7 @@ from gspo_jax.system import hosts, workers
 from gspo_jax.tasks import environments
 
 UNKNOWN = "unknown"  # Directory of the log of responses without a verdict.
-MAX_LOGGED = 100  # Maximum number of responses in a file of this log.
+MAX_LOGGED = 100  # Maximum number of responses in a file of UNKNOWN.
 Stages = Callable[[str], contextlib.AbstractContextManager]
 
 
@@ -80,7 +80,7 @@ class Collector:
     environment: constructor of environments. None means single turns, scored by `score`.
     writer: writes the log of responses without a verdict. None if the verifier cannot fail.
     records: recorded responses for job=offline. None means that all responses are sampled.
-    signals: computes further rewards and costs (rewards/signals.py). None means no such signals.
+    signals: computes further rewards and costs (rewards/signals.py); None if there are none.
     shared_prompts: number of prompts in both training and held-out data, to log as a metric.
   """
 
@@ -147,7 +147,7 @@ class Collector:
 
     Raises:
       ValueError: a reward is not finite.
-      NoVerdictError: the verifier failed on all responses.
+      NoVerdictError: no sampled response has a verdict.
     """
     c, usage, outcomes = self._config, Usage(), collections.Counter()
     self._version = step if version is None else version
@@ -247,10 +247,10 @@ class Collector:
     group for each mini-batch.
 
     Surplus groups were finished in earlier iterations. The oldest max(1, N // 2) of them are used
-    first. The remaining surplus groups wait for later iterations. Let F be the number of surplus
-    groups in use, and G = `rl.group_size`. A new prompt starts only if at most G (N - F) responses
-    are in flight afterwards. If all extra prompts started at once, more groups would finish than
-    the iteration needs, and the surplus would become older while it waits.
+    first. The remaining surplus groups wait for later rounds. Let F be the number of groups that
+    are finished at the start and do not wait, and G = `rl.group_size`. A new prompt starts only if
+    at most G (N - F) responses are in flight afterwards. If all extra prompts started at once, more
+    groups would finish than the iteration needs, and surplus groups would age while they wait.
     """
     c, engine, N, G = self._config, self._engine, self._num_sampled, self._config.rl.group_size
     driver = Driver(
@@ -320,7 +320,7 @@ class Collector:
     return self._tokenizer.encode(self._tokenizer.chat(messages))
 
   def _score_groups(self, groups: Sequence[Group]) -> Mapping[str, int]:
-    """Scores finished groups; returns the number of each verifier outcome."""
+    """Scores finished groups; returns the number of responses by outcome of the verifier."""
     for group in groups:
       group.responses = [self._tokenizer.decode(x.tokens.tolist()) for x in group.trajectories]
     verdicts = hosts.run_on_first_host(lambda: workers.interruptible(self._verdicts, groups))

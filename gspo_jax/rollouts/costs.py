@@ -1,4 +1,4 @@
-"""Costs of conversations: prices on sampled tokens and on tool calls.
+"""Costs of conversations: a price per sampled token, and a price per tool call.
 
 R_i = Σ_u r_iu − λ_tok · tokens_i − λ_call · calls_i.
 
@@ -24,9 +24,10 @@ def charge(
   """Subtracts costs from rewards of finished conversations, at each turn's last token.
 
   Call `charge` once per conversation, since it changes the trajectory's rewards. It also adds the
-  figures `reward` (before costs) and `cost`. If `environment.charge=right`, only right
-  conversations have costs. If calls have a cost (`environment.call_cost`), the environment must
-  report as many tool calls as the driver counted. Otherwise the conversation fails.
+  figures `reward` (before costs) and `cost`. If no costs are configured, nothing is changed. If
+  `environment.charge=right`, only right conversations have costs. If calls have a cost
+  (`environment.call_cost`), the environment must report as many tool calls as the driver counted.
+  Otherwise the conversation fails.
 
   Args:
     right_from: smallest reward of a right conversation. None means that a conversation is right if
@@ -63,9 +64,9 @@ def teaches(group: Group, config: EnvironmentConfig) -> bool:
   """Whether dynamic sampling (`extra_rounds`) keeps the advantages of a group.
 
   The advantages are kept if the scores of the responses differ (`Group.mixed`). If there are costs,
-  the advantages are also kept if all responses with a verdict are right. Such advantages favour
-  lower costs. If all responses are equally wrong, advantages would favour cheap wrong responses, so
-  they are set to 0.
+  the advantages are also kept if all responses with a verdict are right, because advantages then
+  favour lower costs. If all responses are equally wrong, advantages would favour cheap wrong
+  responses, so the advantages are set to 0.
   """
   return group.mixed or (config.costs and bool(group.correct_G[group.known_G].all()))
 

@@ -1,8 +1,9 @@
 """Groups: a prompt with its trajectories, which are in flight, finished or scored.
 
-A response is unknown if it has no verdict. This happens if the verifier or the environment failed,
-or if the response is blank and only pads its group. `Group.unknown` has the reason. Unknown
-responses are excluded from statistics, and from updates by rewards.
+The verdict on a response is its score, and whether it is right. A response without a verdict is
+unknown: sampling, the verifier, a signal or the environment failed, or the response is blank and
+only pads its group. `Group.unknown` has the reason. Unknown responses are excluded from statistics,
+and have no advantage from rewards.
 """
 
 import dataclasses
@@ -78,7 +79,7 @@ class Group:
     return not all(alike(np.array(column)) for column in columns)
 
   def get_state(self) -> dict[str, Any]:
-    """Returns the group as a dict for JSON; a scored group includes its rewards."""
+    """Returns the group as a dict for JSON, which includes the scores if the group is scored."""
     trajectories = [trajectory.get_state() for trajectory in self.trajectories]
     state = dict(prompt=dataclasses.asdict(self.prompt), trajectories=trajectories)
     if self.reward_G is None:
@@ -98,7 +99,7 @@ class Group:
     """Restores a group from `get_state`.
 
     Args:
-      make: creates the environment of each trajectory.
+      make: function from the prompt to the environment of a trajectory.
     """
     state = dict(state)
     prompt = state.pop("prompt")
@@ -128,8 +129,8 @@ class Group:
     If the record has fewer responses, blank responses are added (`filled`).
 
     Args:
-      decode: converts token ids to text.
-      right_from: smallest reward of a correct response.
+      decode: function from token ids to text.
+      right_from: smallest reward of a right response.
     """
     prompt = record.prompt
     trajectories = [
@@ -178,10 +179,10 @@ def restored(
 
   Responses sampled under another configuration may be longer than `longest`. Such responses are cut
   (`Trajectory.cut`), and sampling resumes them. Environments run on the first host. If an
-  environment fails, its trajectory is finished as failed.
+  environment fails, its trajectory fails.
 
   Args:
-    states: states of the groups.
+    states: states of the groups, from `Group.get_state`.
     make: constructor of environments. None means single turns.
     longest_prompt: value of `data.max_prompt_tokens`.
     longest: value of `sampling.max_new_tokens`.

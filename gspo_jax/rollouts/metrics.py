@@ -12,7 +12,7 @@ from gspo_jax.sampling.trajectory import means
 
 
 def rollout_metrics(groups: Sequence[Group], outcomes: collections.Counter) -> dict[str, float]:
-  """Computes metrics of all sampled groups, including unselected ones.
+  """Computes metrics of all sampled groups, discarded groups included.
 
   Metrics of rewards are over responses with a verdict. `groups_without_spread` is the share of
   groups with equal rewards, among the groups with at least one verdict.
@@ -128,9 +128,11 @@ def partial_metrics(
 ) -> dict[str, float]:
   """Computes metrics of partial rollouts.
 
-  The metrics are the share of trained tokens that older weights sampled, the maximum age of trained
-  tokens in versions, the number of groups finished in this iteration, the number of finished groups
-  carried over, and the number of sampled tokens in all groups carried over.
+  All names begin with `partial/`. `stale_tokens` is the share of trained tokens that weights older
+  than `version` sampled. `oldest` is the maximum age of a trained token, in versions.
+  `finished_groups` counts the groups finished in this iteration. `waiting_groups` counts the
+  finished groups carried over to the next iteration. `tokens_in_flight` is the number of sampled
+  tokens in all groups carried over.
 
   Args:
     sampled: groups available to this iteration, all finished.

@@ -7,13 +7,13 @@ Rewards and costs are standardised within groups (Z) before they are added:
 R is the main reward, R_j are further rewards, and w and w_j are their weights. C_k are costs, and
 λ_k their multipliers. The sign s_k is 1 if cost k has an upper limit, and −1 if it has a lower
 limit. After each iteration, the multiplier λ of each cost is updated from the mean cost of the
-compared responses. λ is the output of a PI controller:
+compared responses. λ is the output of a PI (proportional-integral) controller:
 
   v = clip( s (mean C − limit) / σ(C), −1, 1 ),  I ← clip(I + rate · v, 0, most),
   λ ← clip(I + gain · v, 0, most)
 
 The violation v is in units of σ(C), the standard deviation within groups, because Z divides by a
-standard deviation. I is the integral term. `rate`, `gain` and `most` are keys of the cost.
+standard deviation. I is the integral term. `rate`, `gain`, `limit` and `most` are keys of the cost.
 
 The advantages are those of arXiv:2602.05863. In that paper, too, a multiplier rises while the cost
 is above its limit. The unit of v, the bounds of v, and the term with `gain` (arXiv:2007.03964) are
@@ -68,6 +68,8 @@ class Constraints:
     combine: Callable = _combine,
   ) -> tuple[np.ndarray, dict[str, float]]:
     """Computes advantages [P, G] and metrics; then updates the multipliers.
+
+    If no response is valid, the multipliers are unchanged.
 
     Args:
       groups: scored groups, with their signals.

@@ -1,23 +1,23 @@
 """Collects batches ahead of the updates, for asynchronous training (docs/asynchronous.md).
 
 Batch i is the training data of iteration i. Version i is the weights before the updates of
-iteration i, and `first` is the version at the start of the run. If `rl.lag` is L, batch j is
-sampled with version max(first, j - L). Sampling of batch i + L may start at the beginning of
+iteration i, and `first` is the version at the start of the run. If `rl.lag` is L, sampling of batch
+j starts with version max(first, j - L). Sampling of batch i + L may start at the beginning of
 iteration i, when version i is published. So the age of a batch is known in advance, and no batch is
 discarded as too old. In the first two arrangements below, batches do not depend on time, so the
 same seed gives the same results.
 
 There are three arrangements:
 
-- One mesh, and servers except in the third arrangement: the main thread collects batch i + L before
-  the updates of iteration i. On one mesh, two threads might deadlock, if they started collectives
-  on the same devices in different orders.
+- One mesh: the main thread collects batch i + L before the updates of iteration i. Two threads
+  might deadlock, if they started collectives on the same devices in different orders. Servers have
+  this arrangement too, if L = 0 or the run has several processes.
 - Two meshes: a worker thread collects batch i + L on `rollout_mesh`, during the updates of
   iterations i, i + 1, and so on.
-- Servers, with a lag and one process: a worker thread sends requests to servers. The servers load
-  new weights as soon as the trainer has computed them, and responses in flight continue with the
-  new weights. So batch j = i + L has tokens of versions i to j, and depends on the times at which
-  weights arrive. Such batches can be recorded (`rl.record`) and replayed (`rl.replay`).
+- Servers, if L > 0 and the run has one process: a worker thread sends requests to servers. They
+  load new weights as soon as the trainer has computed them, and responses in flight continue with
+  the new weights. So batch j = i + L has tokens of versions i to j, and depends on the times at
+  which weights arrive. Such batches can be recorded (`rl.record`) and replayed (`rl.replay`).
 """
 
 import base64
@@ -99,8 +99,8 @@ class Pipeline:
     self._loads_during_steps = rl.lag > 0 and engine.loads_beside_steps
     # Batches that were started and not yet returned by `next`, by iteration.
     self._jobs: collections.deque[concurrent.futures.Future] = collections.deque()
-    self._position = collector.position()  # State after the last batch returned by `next`.
-    # Newest weights and their version. The weights are None once the engine has loaded them.
+    self._position = collector.position()  # State after the last batch that `next` returned.
+    # Newest weights and their version. The weights are None if `publish` has loaded them itself.
     self._published: tuple[Any, int] = None, -1
     self._loaded = -1  # Version loaded by `_load`; only the worker changes it during jobs.
     self._worker, self._idle_since, self._stop = None, 0.0, threading.Event()
@@ -168,8 +168,8 @@ class Pipeline:
   def position(self) -> Callable[[], dict[str, Any]]:
     """Copies the sampling state; returns a function that converts the copy to JSON types.
 
-    The function waits for the batches in flight. Its result includes these batches, and the
-    collector's state after the last of them.
+    The function waits for the batches in flight. It returns these batches, and the collector's
+    state after the last of them.
     """
     jobs, position = tuple(self._jobs), self._position
 
@@ -222,7 +222,7 @@ class Pipeline:
           self._load(weights, version)
         batch = self._collect(step, version, stages)
     except BaseException:
-      # Without this batch, later batches would differ from those of a run without the error.
+      # No further batch is collected: without this batch, later batches would be different.
       self._stop.set()
       raise
     self._idle_since = time.perf_counter()

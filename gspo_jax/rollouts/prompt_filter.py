@@ -1,9 +1,9 @@
 """Excludes prompts that teach nothing: their responses are always right, or always wrong.
 
-`Group.correct_G` marks right responses. It follows from the verifier's scores, not from shaped
-rewards. For example, a bonus for short answers makes rewards differ even if all responses of a
-group are right. A group is *all-right* if each response is right. It is *all-wrong* if no response
-is right and all scores are equal (`Group.mixed` is False).
+Right responses are those of `Group.correct_G`, which follows from the verifier's scores. Shaped
+rewards are not used, since a bonus for short answers, for example, makes them differ even if all
+responses are right. A group is *all-right* if each response is right. It is *all-wrong* if no
+response is right and all scores are equal (`Group.mixed` is False).
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ class PromptFilter:
 
   A prompt is dropped after `drop_after` consecutive all-right groups, or after `drop_after`
   consecutive all-wrong groups. It is readmitted `readmit_after` iterations later, with counts of 0.
-  If `readmit_after` is 0, it is never readmitted. The state is in the checkpoint, so a resumed run
-  drops the same prompts as an uninterrupted run.
+  If `readmit_after` is 0, it stays dropped; `update` has an exception. The state is in the
+  checkpoint, so a resumed run drops the same prompts as an uninterrupted run.
 
   Args:
     config: section `data.query_set`.
@@ -37,7 +37,7 @@ class PromptFilter:
     self._dropped: dict[str, int] = {}  # Iteration in which a prompt was dropped, by prompt id.
 
   def readmit(self, step: int) -> None:
-    """Readmits the prompts dropped `readmit_after` iterations ago, without their counts."""
+    """Readmits prompts dropped at least `readmit_after` iterations ago, without their counts."""
     after = self.config.readmit_after
     for name, dropped_step in [*self._dropped.items()] if after else ():
       if step - dropped_step >= after:
@@ -48,7 +48,7 @@ class PromptFilter:
     return self._row(prompt) not in self._dropped
 
   def _row(self, prompt: Prompt) -> str:
-    """Returns a prompt's id; forgets counts of another data row with the same id."""
+    """Returns a prompt's id; forgets its counts if they belong to another row with this id."""
     if self._tried.get(prompt.id, ())[4:] not in ((), [], [prompt.content]):
       del self._tried[prompt.id]
       self._dropped.pop(prompt.id, None)
@@ -57,8 +57,8 @@ class PromptFilter:
   def update(self, groups: Sequence[Group], step: int) -> None:
     """Counts the scored groups of iteration `step`; drops or readmits their prompts.
 
-    A dropped prompt may have a further group that was in flight. If the streak is then shorter than
-    `drop_after`, the prompt is readmitted.
+    A dropped prompt may have a further group that was in flight. If that group leaves a streak
+    shorter than `drop_after`, the prompt is readmitted.
 
     Responses without a verdict are not counted. A group with such a response never extends a
     streak. It ends the streak if its responses with a verdict do not have the streak's outcome.
@@ -72,7 +72,7 @@ class PromptFilter:
         continue
       tried, responses, right, streak, *_ = self._tried.get(name, (0, 0, 0, 0))
       all_wrong = not right_X.any() and not group.mixed
-      kind = int(right_X.all()) - int(all_wrong)  # 1 if all right, -1 if all wrong.
+      kind = int(right_X.all()) - int(all_wrong)  # 1 if all-right, -1 if all-wrong.
       same_kind = streak * kind > 0
       if known_G.all():
         streak = streak + kind if same_kind else kind

@@ -9,7 +9,8 @@ from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.rollouts.collector import Collected
 from gspo_jax.sampling.transcript import transcripts
 
-TOKENS = 200_000  # Records beyond this number of tokens of an iteration have no values by token.
+# Maximum number of an iteration's tokens with logged values. Later records have no token values.
+TOKENS = 200_000
 
 
 def rollout_records(
@@ -19,7 +20,7 @@ def rollout_records(
 
   Args:
     collected: groups of the iteration.
-    arrays: result of `learner.batch.sample_arrays`, in rollout order.
+    arrays: dict from `learner.batch.sample_arrays`, with rows in the rollout's order.
     tok: tokenizer of the policy.
   """
   rollout, G = collected.rollout, collected.advantage_PG.shape[1]
@@ -100,9 +101,9 @@ def _token_columns(tokens: Mapping[str, np.ndarray]) -> dict[str, list]:
 def _segment_columns(
   log_ratio_X: np.ndarray, segment_X: np.ndarray, gradient_X: np.ndarray
 ) -> dict[str, list]:
-  """Returns the segment number of each token, and columns by segment.
+  """Returns each token's segment number, and two columns with a value for each segment.
 
-  The columns are the importance ratio, and the sum of |gradient| over the segment's tokens.
+  These columns are the importance ratio, and the sum of |gradient| over the segment's tokens.
   """
   size_U = np.maximum(np.bincount(segment_X), 1)
   mean_U = np.bincount(segment_X, log_ratio_X) / size_U

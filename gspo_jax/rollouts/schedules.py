@@ -36,7 +36,7 @@ def group_size(tried: int, right: int, least: int, most: int) -> int:
 
   Args:
     tried: number of earlier responses to the prompt.
-    right: number of right responses among the earlier ones.
+    right: number of right responses among the earlier responses.
     least: minimum size of a group.
     most: maximum size of a group.
   """
@@ -73,8 +73,8 @@ def begin(s: ScheduleConfig, prompts: Any, step: int, longest: int) -> tuple[int
 def length_buckets(config: RunConfig, sources: Sequence[Source]) -> tuple[int, ...]:
   """Returns the buckets of prompt lengths, at most three, in ascending order.
 
-  If later prompts may be longer (growing files, embedded tasks), `data.max_prompt_tokens` is the
-  only bucket. The same holds for packed rows and conversations.
+  `data.max_prompt_tokens` is the only bucket for packed rows, for conversations, and if later
+  prompts may be longer than all known prompts (growing files, embedded tasks).
 
   Otherwise buckets are quantiles of the lengths of all prompts. An iteration draws P = `rl.prompts`
   prompts, and all of these are within the q-quantile with probability q^P. So a bucket for the

@@ -1,6 +1,6 @@
 """Verdicts on responses, from a verifier or from environments, and further signals.
 
-A verdict is the score of a response: its reward, and whether it is correct. Signals are further
+The verdict on a response is its score, and whether it is right. Signals are further
 rewards and costs (rewards/signals.py). A response without a verdict is called unknown.
 
 Scoring runs on the first host, and the collector broadcasts the verdicts. If every host scored, a
@@ -27,7 +27,7 @@ class Verdicts:
   """Scores of B responses."""
 
   reward: np.ndarray  # float32 [B]: shaped rewards.
-  correct: np.ndarray  # float32 [B]: correctness before reward shaping.
+  correct: np.ndarray  # float32 [B]: 1 for right responses, before reward shaping.
   unknown: Mapping[int, str]  # Reasons of missing verdicts, by index of the response.
   outcomes: Mapping[str, int]  # Number of responses by the verifier's outcome.
   signals: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)  # float32 [B] each
@@ -35,9 +35,9 @@ class Verdicts:
   rewards: Sequence[np.ndarray] | None = None
   # Metrics of each conversation, from its environment. None for single turns.
   figures: Sequence[Mapping[str, float]] | None = None
-  # Failure of each environment, "" if there is none. None for single turns.
+  # Failure of each conversation, "" if there is none. None for single turns.
   failures: Sequence[str] | None = None
-  # float32 [B]: scores before reward shaping. None if they equal `correct`.
+  # float32 [B]: scores before reward shaping. None if scores equal `correct`.
   values: np.ndarray | None = None
   # Returns of each response's turns or lines, before reward shaping. None if advantages compare
   # whole responses.
@@ -53,8 +53,8 @@ def score_conversations(
   """Collects the environments' verdicts on finished conversations, and charges costs.
 
   Args:
-    right_from: smallest reward of a correct conversation. None means that a conversation is correct
-      if the environment's metric `correct` is 1 or more.
+    right_from: smallest reward of a right conversation. None means that a conversation is right if
+      the environment's metric `correct` is 1 or more.
     compares_parts: whether advantages compare equally numbered turns of a group.
   """
   trajectories = trajectories_of(groups)
@@ -88,11 +88,11 @@ def score_responses(
   """Scores single-turn responses with the verifier and the signals.
 
   Args:
-    longest: `sampling.max_new_tokens`, if the overlong penalty ends at the length limit. If a
-      response had a lower limit, its length is increased by the difference before the penalty is
-      computed. 0 means that actual lengths are penalised.
-    breaks_V: number of line breaks in each token's text, for rewards of lines.
-    signals: computes further rewards and costs. None means no such signals.
+    longest: `sampling.max_new_tokens` if the overlong penalty depends on the distance to the length
+      limit. If a response had a lower limit, its length is increased by the difference before the
+      penalty is computed. 0 means that the penalty depends on actual lengths.
+    breaks_V: number of line breaks in each token's text. None if lines have no rewards.
+    signals: function for further rewards and costs. None means no such signals.
     discount: γ of the returns of lines. None if advantages compare whole responses.
   """
   trajectories = trajectories_of(groups)
@@ -123,9 +123,10 @@ def score_responses(
 
 
 def _returns(values: Sequence[np.ndarray] | None, discount: float) -> list[np.ndarray] | None:
-  """Computes the returns of turns or lines from their rewards, float64 [U].
+  """Computes the returns of turns or lines from their rewards, float64 [U] for each response.
 
-  The return of turn u is the discounted sum of the rewards of turns u, u + 1, and so on.
+  The return of turn u is the discounted sum of the rewards of turns u, u + 1, and so on. If there
+  are no rewards (`values` is None), returns None.
   """
   if values is None:
     return None
