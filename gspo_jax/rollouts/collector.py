@@ -45,7 +45,7 @@ from gspo_jax.system import hosts, workers
 from gspo_jax.tasks import environments
 
 UNKNOWN = "unknown"  # Directory of the log of responses without a verdict.
-MAX_LOGGED = 100  # Maximum number of responses in a file of UNKNOWN.
+MAX_LOGGED = 100  # Maximum number of responses in a file of this directory.
 Stages = Callable[[str], contextlib.AbstractContextManager]
 
 

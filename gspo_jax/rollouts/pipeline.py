@@ -100,7 +100,7 @@ class Pipeline:
     # Batches that were started and not yet returned by `next`, by iteration.
     self._jobs: collections.deque[concurrent.futures.Future] = collections.deque()
     self._position = collector.position()  # State after the last batch that `next` returned.
-    # Newest weights and their version. The weights are None if `publish` has loaded them itself.
+    # Newest weights and their version. The weights are None if `publish` has already loaded them.
     self._published: tuple[Any, int] = None, -1
     self._loaded = -1  # Version loaded by `_load`; only the worker changes it during jobs.
     self._worker, self._idle_since, self._stop = None, 0.0, threading.Event()

@@ -9,7 +9,7 @@ from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.rollouts.collector import Collected
 from gspo_jax.sampling.transcript import transcripts
 
-# Maximum number of an iteration's tokens with logged values. Later records have no token values.
+# Once an iteration's records exceed this number of tokens, records have no values of single tokens.
 TOKENS = 200_000
 
 

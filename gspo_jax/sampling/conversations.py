@@ -239,7 +239,7 @@ def _prompt(
 
 def _observation(observation: Any, turn: Turn) -> tuple[int, ...]:
   """Checks an observation; returns its first token ids, at most `max(turn.remaining, 1)`."""
-  advice = "encode it, since an observation is a list of token ids"
+  advice = "return a list of token ids, for example an encoded text"
   if observation is None or isinstance(observation, str | bytes | bytearray | Mapping):
     raise Unusable(f"answered with {_repr(observation)}: {advice}")
   try:

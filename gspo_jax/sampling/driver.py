@@ -85,8 +85,8 @@ class Driver:
     """Yields trajectories as they finish, until all have finished or `enough()` returns True.
 
     Once `enough()` is True, the driver submits no more requests, and stops the engine. It waits
-    until environments have answered all finished turns, and yields the trajectories that finish
-    thereby.
+    until environments have answered all finished turns, and yields the trajectories that these
+    answers end.
 
     If an environment or a response fails, its trajectory finishes with `failure` set. Call `run`
     once. Unfinished trajectories keep their tokens; to resume them, pass them to `begin` of a new

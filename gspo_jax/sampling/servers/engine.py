@@ -274,9 +274,9 @@ class ServerEngine:
     return answers
 
   def _receive(self, seconds: float) -> list[tuple[int, Response]]:
-    """Returns finished responses with their requests' numbers; sends the next calls of others.
+    """Receives answers; returns finished responses, each with its request's number.
 
-    While the engine stops, it sends no calls, and also returns the unfinished responses.
+    Sends the next calls of unfinished responses; while the engine stops, returns them instead.
     """
     answers = []
     while True:

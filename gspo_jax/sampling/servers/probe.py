@@ -37,7 +37,7 @@ SLACK = 1e-3  # Largest accepted log-prob in nats: rounding may bring it above 0
 PUBLICATIONS = 2  # Number of publications on disk: a starting server may still read the older one.
 PROMPTS = 8  # Number of the probe's prompts, half of them for each temperature.
 # Maximum number of tokens of a prompt with its response in the probe. The prompt is long enough to
-# fill a block (16 to 128 tokens) of a server's prefix cache, so old keys in the cache are detected.
+# fill a block (16 to 128 tokens) of a server's prefix cache, so that this cache is tested too.
 LONGEST = 256
 TOKENS = 32  # Maximum number of tokens of a response in the probe.
 COOLER = 0.7  # Second temperature, as a multiple of the first.
