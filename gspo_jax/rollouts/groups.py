@@ -79,7 +79,7 @@ class Group:
     return not all(alike(np.array(column)) for column in columns)
 
   def get_state(self) -> dict[str, Any]:
-    """Returns the group as a dict for JSON, which includes the scores if the group is scored."""
+    """Returns the group as a dict for JSON; if the group is scored, the dict includes scores."""
     trajectories = [trajectory.get_state() for trajectory in self.trajectories]
     state = dict(prompt=dataclasses.asdict(self.prompt), trajectories=trajectories)
     if self.reward_G is None:

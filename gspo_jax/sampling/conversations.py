@@ -45,8 +45,8 @@ class Turn(NamedTuple):
 
   tokens: list[int]
   last: bool  # Whether no turn can follow: this turn was truncated, or is turn `max_turns`.
-  # Number of further tokens that the trajectory may have. An observation with this number of tokens
-  # or more ends the conversation.
+  # Number of further tokens that the trajectory may have. An observation of this length or more
+  # ends the conversation.
   remaining: int
   vocab_size: int  # Exclusive upper bound on token ids.
   calls: int  # Number of tool calls in earlier turns.

@@ -16,7 +16,7 @@ def segment_ids(
   size: int | None = None,
   ends_BT: np.ndarray | None = None,
 ) -> np.ndarray:
-  """Numbers each response's segments from 0, int32 [B, T]; 0 where the mask is 0.
+  """Numbers each response's segments from 0, int32 [B, T]; 0 for masked tokens.
 
   A new segment begins at the first token of a turn, after every `size` sampled tokens of a turn,
   and after a token marked in `ends_BT`. Observations belong to no segment.

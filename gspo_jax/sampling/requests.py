@@ -9,8 +9,8 @@ from gspo_jax import sharding
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.settings.sampling import SHORTEST_PREFILL, EngineConfig, SamplingConfig
 
-# Smallest `Workload.piece` of a run with a token budget. A server samples each piece of a response
-# in a separate call, and may prefill the whole prefix in each, so shorter pieces would waste work.
+# Smallest `Workload.piece` of a run with a token budget. Each piece of a response is sampled by a
+# separate call. Each call may prefill the whole prefix again, so shorter pieces would waste work.
 LEAST_PIECE = 64
 
 

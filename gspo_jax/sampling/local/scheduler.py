@@ -110,8 +110,8 @@ class Scheduler:
     self._queued: dict[int, Entry] = {}
     self._calls = 0  # Number of calls so far.
     self._in_flight = collections.deque()  # Dispatched calls with results not yet fetched.
-    # Prefills since the last call. Each is (experts, rows): the experts of all rows on the devices,
-    # and (row, length, list that receives the row's experts) for each prefix.
+    # Prefills since the last call, each a pair. The first item is the experts of all rows, on the
+    # devices. The second item has (row, length, list to fill with the row's experts) per prefix.
     self._prefills = []
     self._clock = 0.0  # Time of the last `_lap`, by `time.perf_counter`.
 
