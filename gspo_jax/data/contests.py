@@ -11,13 +11,13 @@ from typing import Any
 from gspo_jax.data.files import BadRow
 from gspo_jax.data.filters import as_text
 
-# Fields of a row with parts of the statement.
+# Fields with the parts of a problem's statement.
 _STATEMENT = ("description", "input_format", "output_format", "note", "question")
 _INTERACTIVE = re.compile(
   r"\binteractive (?:problem|task)\b|\bflush(?:ing)? the (?:output|standard output|stdout)\b", re.I
 )
 _ANSWERS = r"(?:answers?|solutions?|ways?|variants?|options?|possibilities|outputs?|sequences?)"
-# Sentences of statements that accept several answers.
+# Phrases by which a statement accepts several answers.
 _ANY = re.compile(
   rf"""(?<!\bnot\ )(?<!n't\ )\b(?:print|output|return|find)\ any\b
   | \b(?:several|multiple|(?<!how\ )many|more\ than\ one)\b
@@ -38,12 +38,12 @@ def codeforces(row: Mapping[str, Any]) -> dict[str, Any]:
   """Checks a row of CodeForces.
 
   Returns:
-    Dict of further fields of the answer, the lists `input_files` and `output_files`; {} if programs
-    use stdin and stdout.
+    Dict of two further fields of the answer: `input_files` and `output_files` are lists of file
+    names. The dict is empty if programs use stdin and stdout.
 
   Raises:
-    BadRow: a comparison with one expected output would refuse right programs, `executable` is
-      false, or a test is incomplete.
+    BadRow: the problem is interactive, allows several outputs or has a checker; `executable` is
+      false; or an official test is truncated.
   """
   statement = _require_single_answer(row)
   for name, reason in {
@@ -108,6 +108,10 @@ def _text(value: Any) -> str:
 
 
 def _is_truncated(value: Any) -> bool:
-  """Whether a test ends with an ellipsis, as if it was cut off. Grids of dots do not count."""
+  """Whether a test's text ends with an ellipsis, a sign of truncation.
+
+  A text with further dots is not truncated: it may be a grid of dots. Decimal points do not count
+  as dots.
+  """
   text = _text(value)
   return text.endswith("...") and "." not in re.sub(r"\d\.\d", "", text[:-3])

@@ -22,7 +22,7 @@ class Embedded:
     config: section `data`, with the sizes of problems and the errors of demonstrations.
     tok: tokenizer of the run.
     path: task and split, such as `arithmetic:train`.
-    key: key of the configuration with the path, for messages.
+    key: configuration key of the path, for messages.
 
   Raises:
     DataError: the split or a size is invalid, or a prompt is longer than `data.max_prompt_tokens`.
@@ -53,14 +53,14 @@ class Embedded:
     return len(self._problems)
 
   def questions(self) -> Iterator[str]:
-    """Yields all questions, ten times faster than whole prompts."""
+    """Yields all questions, without building prompts."""
     return (self._problems[index]["question"] for index in range(len(self)))
 
   def __getitem__(self, index: int) -> structs.Prompt:
     row = self._problems[index]
     messages = [tokenizer.user_turn(row["question"], self._config.prompt_template)]
     text = self._tok.chat(messages)
-    # The seed is the index, so a problem's demonstration, right or wrong, is the same in every run.
+    # The index is the seed, so the run's seed does not change demonstrations and their errors.
     turns = self._task.demonstration(row, seed=index, **self._teacher_settings)
     first, *others = (turns,) if isinstance(turns, str) else turns
     first = replies.continuation(self._tok, messages, text, first)
@@ -75,5 +75,8 @@ class Embedded:
 
 
 def probe(length: int) -> range:
-  """Returns 500 to 999 evenly spread indices below `length`; all if there are fewer than 500."""
+  """Returns evenly spaced indices below `length`.
+
+  If `length` is below 1000, these are all indices. Otherwise they are 500 to 750 indices.
+  """
   return range(0, length, max(1, length // 500))

@@ -20,10 +20,10 @@ from gspo_jax.settings.data import DataError
 from gspo_jax.system import jsons
 from gspo_jax.system.files import located
 
-# A row has its place (file and line, for messages), its default id, and a function to decode it.
+# A row's place (file and line, for messages), default id, and a function to decode the row.
 Row = tuple[str, str, Callable[[], Any]]
-Numbered = Iterator[tuple[int, Callable[[], Any]]]  # Number of a row in its file, and decoder.
-_MAGIC = r"[*?\[]"  # Characters of patterns.
+Numbered = Iterator[tuple[int, Callable[[], Any]]]  # Each row's number in the file, and decoder.
+_MAGIC = r"[*?\[]"  # Characters that make a path a pattern.
 
 
 class BadRow(ValueError):
@@ -31,7 +31,7 @@ class BadRow(ValueError):
 
 
 class Skipped:
-  """Handles bad data rows: raises for the first, or skips and counts them.
+  """Handles bad data rows: raises an error for the first, or skips and counts all.
 
   Args:
     on_error: `data.on_error`, "raise" or "skip".
@@ -46,7 +46,7 @@ class Skipped:
 
   @contextlib.contextmanager
   def row(self, place: str) -> Iterator[None]:
-    """Handles errors of one row.
+    """Handles the error of a bad row, raised inside this context.
 
     Args:
       place: file and line of the row.
@@ -56,7 +56,7 @@ class Skipped:
     """
     try:
       yield
-    except (BadRow, RecursionError) as error:  # RecursionError: JSON with deep nesting.
+    except (BadRow, RecursionError) as error:  # Deeply nested JSON raises RecursionError.
       if self._raises:
         hint = "or set data.on_error=skip to exclude such rows"
         raise DataError(f"{place}: {error}, {hint}") from error
@@ -74,10 +74,10 @@ def read(spec: str, key: str) -> Iterator[Row]:
 
   Args:
     spec: path, pattern of paths, or `tfds:name/split`.
-    key: key of the configuration with `spec`, for messages.
+    key: configuration key of `spec`, for messages.
 
   Raises:
-    DataError: there is no such data set, or a file cannot be read.
+    DataError: there is no such data set, or a file cannot be read or has an unknown ending.
   """
   if spec.startswith("tfds:"):
     examples = _tfds(spec, key)
@@ -87,7 +87,8 @@ def read(spec: str, key: str) -> Iterator[Row]:
     return
   for file in named(spec, key):
     unit, read = next(r for suffix, r in _READERS.items() if file.name.endswith(suffix))
-    # At a later start, a pattern may match more files. Full paths keep the ids unchanged.
+    # Files of a pattern may have equal names in different directories, so ids have full paths. Even
+    # the id of a single match has one, since more files may match at a later start.
     name = str(file) if is_pattern(spec) else file.name
     try:
       for number, decode in read(file):
@@ -97,7 +98,7 @@ def read(spec: str, key: str) -> Iterator[Row]:
 
 
 def is_pattern(spec: str) -> bool:
-  """Whether a path is a pattern, with *, ? or [."""
+  """Whether a path has `*`, `?` or `[`, and is thus a pattern."""
   return bool(re.search(_MAGIC, spec))
 
 
@@ -105,7 +106,8 @@ def named(spec: str, key: str) -> list[epath.Path]:
   """Returns the files of a path or pattern, in alphabetical order.
 
   Raises:
-    DataError: there is no such file, or a file's ending is not in _READERS.
+    DataError: there is no such file, a file's ending is not in _READERS, or the bucket cannot be
+      reached.
   """
   magic = re.search(_MAGIC, spec)
   try:
@@ -134,7 +136,7 @@ def named(spec: str, key: str) -> list[epath.Path]:
 
 
 def _json_row(line: bytes) -> Any:
-  """Decodes a row of JSON. Raises BadRow if it is malformed."""
+  """Decodes a row of JSON. Raises BadRow if the JSON is malformed."""
   try:
     return jsons.parse(line)
   except ValueError as error:
@@ -142,13 +144,16 @@ def _json_row(line: bytes) -> Any:
 
 
 def json_lines(lines: Iterable[bytes], first: int = 1) -> Numbered:
-  """Yields rows of JSON lines. `first` is the first line's number."""
+  """Yields the rows of JSON lines; empty lines are no rows.
+
+  `first` is the number of the first line.
+  """
   for number, line in enumerate(lines, first):
     if line.strip():
       yield number, functools.partial(_json_row, line)
 
 
-# Readers of files, one for each format. They yield a file's rows.
+# Readers, one for each type of file. A reader yields a file's rows.
 
 
 def _json_lines(file: epath.Path) -> Numbered:
@@ -179,7 +184,7 @@ def _parquet(file: epath.Path) -> Numbered:
       return {name: value(batch.column(name)[i]) for name in batch.schema.names}
     except UnicodeError as error:
       raise BadRow(f"it is not UTF-8: {error}. Correct the row") from error
-    except (ArithmeticError, ValueError) as error:  # Python has no such date.
+    except (ArithmeticError, ValueError) as error:  # For example, a date after the year 9999.
       raise BadRow(f"{error}. Correct the row") from error
 
   with file.open("rb") as stream:
@@ -226,7 +231,7 @@ def _tfds(spec: str, key: str) -> Sequence[Mapping[str, Any]]:
     if (epath.Path(name) / "dataset_info.json").exists():
       return tfds.builder_from_directory(name).as_data_source(split=split)
     return tfds.data_source(name, split=split)  # Downloads and prepares missing data.
-  except Exception as error:  # Each data set fails in its own way.
+  except Exception as error:  # Data sets raise errors of any type.
     raise DataError(
       f"{key}={spec}: TFDS cannot provide it: {str(error).partition(chr(10))[0]} Set --config.{key}"
       " to tfds:name/split, or to tfds:DIR/split with the directory of a prepared data set"

@@ -21,23 +21,25 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
   "<": operator.lt,
   ">": operator.gt,
 }
-ORDER = ("<=", ">=", "<", ">")  # Operators of ordered values.
+ORDER = ("<=", ">=", "<", ">")  # Operators for values that have an order.
 _CONDITION = re.compile(r"\s*([\w.]+)\s*(==|!=|<=|>=|<|>|=~|!~)\s*(.+?)\s*")
 _NUMBER = re.compile(r"(?:(?<![^\s(:])[-+−])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
-_WORDS = re.compile(r"(?:[^\W\d_]|[\s:#.,()%$°'\"/_−-])*")  # Text around a number.
+_WORDS = re.compile(r"(?:[^\W\d_]|[\s:#.,()%$°'\"/_−-])*")  # Allowed text around a number.
 _MULTIPLIED = re.compile(r"\d\s?[kKM]\b")  # A number with a multiplier: 2.5k.
 _DATE = re.compile(r"\d{4}(?:[-/]\d\d(?:[-/]\d\d(?:[T ].*)?)?)?")
 
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
-  """A filter condition `field op value`.
+  """A filter condition `field op value`, such as `level>=3`.
 
-  Two numbers are compared as numbers. If one side is a number and the other a text with only one
-  number (`Level 3`, `12 kyu`), these two numbers are compared. Two texts are compared as texts. If
-  two texts differ in one number only, this number gives their order. Dates are ordered correctly if
-  they begin with the year. `=~` and `!~` search for a regular expression. A null field fails `<`,
-  `<=`, `>` and `>=`. `==`, `!=`, `=~` and `!~` take a null field as an empty text.
+  - Two numbers are compared as numbers.
+  - A number and a text with one number, such as `Level 3` or `12 kyu`, are compared as numbers.
+  - Two dates are compared as dates if both begin with the year.
+  - Other texts are compared as texts. If two texts have one number each and are otherwise equal,
+    their numbers determine their order: `Level 9` is below `Level 10`.
+  - `=~` and `!~` search the field for a regular expression, the condition's value.
+  - A null field fails `<`, `<=`, `>` and `>=`. For the other operators it is an empty text.
   """
 
   field: str
@@ -55,10 +57,10 @@ class Condition:
     text, value = "" if field is None else as_text(field), self.value
     if self.op in ("=~", "!~"):
       return bool(re.search(value, text)) == (self.op == "=~")
-    if isinstance(field, bool | np.bool_):  # JSON writes true, Python True.
+    if isinstance(field, bool | np.bool_):  # JSON writes true, and Python writes True.
       text, value = text.lower(), value.lower()
       if self.op in ORDER or value not in ("true", "false"):
-        raise self._error(field, "true and false are compared by == and !=, with true or false")
+        raise self._error(field, "true or false is only compared by == or !=, with true or false")
     elif isinstance(field, list | tuple | np.ndarray | Mapping):
       if self.op in ORDER:
         raise self._error(field, "a list or an object has no order")
@@ -89,7 +91,7 @@ class Condition:
       return compare(*texts)
     elif None not in numbers:
       return compare(*(numbers if parts[0][1] == parts[1][1] else texts))
-    raise self._error(text, "a text is ordered by its only number, and one of the texts has none")
+    raise self._error(text, "only one of the two can be read as a number, so they have no order")
 
   def _error(self, field: Any, reason: str) -> BadRow:
     return BadRow(
@@ -99,11 +101,11 @@ class Condition:
 
 
 def conditions(text: str, key: str) -> tuple[Condition, ...]:
-  """Parses conditions, `a==1 and b>=2024-10-01`.
+  """Parses conditions, such as `a==1 and b>=2024-10-01`.
 
   Args:
     text: conditions; "" for none.
-    key: key of the configuration with the text, for messages.
+    key: configuration key of the text, for messages.
 
   Raises:
     DataError: a condition is malformed.
@@ -133,7 +135,7 @@ def as_text(value: Any) -> str:
 
 
 def _is_nan(value: Any) -> bool:
-  """Whether a value is NaN, a missing number in Parquet."""
+  """Whether a value is NaN. In Parquet files, a missing number may be NaN."""
   return isinstance(value, float | np.floating | decimal.Decimal) and value != value
 
 
@@ -147,7 +149,7 @@ def _number(text: str) -> decimal.Decimal | None:
 
 
 def _split(text: str) -> tuple[decimal.Decimal | None, str]:
-  """Returns a text's only number, and its other words.
+  """Returns a text's only number, and the text around this number.
 
   The number is None if the text has several numbers or no number, if the number has a multiplier
   (2.5k), or if the text has other symbols (3 + x).

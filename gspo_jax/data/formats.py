@@ -24,11 +24,12 @@ from gspo_jax.data.filters import TOKENS, Condition, as_text
 from gspo_jax.settings.data import BOXED, DataConfig, Format
 from gspo_jax.verifiers import math_answer
 
-# The first of these fields that a row has is its id.
+# If a format names no field for the id, a row's id is the first of these fields that is set.
 ID_FIELDS = ("id", "ID", "task_id", "unique_id", "question_id", "problem_id")
-# A `Format.answer` with this prefix lists fields with commas between them. The answer is then an
-# object of these fields in JSON, for the verifier of programs. `name=field` renames a field. The
-# value of `tests.*.input` is a list with the field `input` of each test.
+# A `Format.answer` with this prefix lists several fields, separated by commas. The answer is then a
+# JSON object of these fields, for the verifier of programs. `name=field` renames a field, and
+# `tests.*.input` is the list of all tests' `input`. For example, the answer of
+# `json:timeout,inputs=tests.*.input` may be {"timeout": 2, "inputs": ["1 2", "3 4"]}.
 JSON = "json:"
 # Maximum number of characters of a field in `Prompt.info`, to limit memory.
 MAX_INFO = 1000
@@ -115,7 +116,7 @@ def prompt(
     tok: tokenizer of the run.
     filters: conditions that the row must meet.
     max_tokens: maximum number of tokens of the prompt.
-    default_id: id of a row without an id.
+    default_id: id of the prompt if the row has no id.
 
   Returns:
     The prompt; None if a filter excludes the row.
@@ -197,7 +198,7 @@ def _further(
   """Yields name and text of each field other than question, answer and id.
 
   Verifiers and evaluation use these fields. Nested fields have dotted names. Lists, empty texts and
-  texts longer than MAX_INFO are excluded. The answer can have excluded fields (see JSON).
+  texts longer than MAX_INFO are excluded. They can be part of the answer instead (see JSON).
 
   Args:
     row: the row, or a nested object of it.
@@ -222,7 +223,10 @@ def _fields(spec: str) -> list[str]:
 
 
 def _answer(row: Mapping[str, Any], form: Format) -> tuple[str, str]:
-  """Returns the answer field's text, and the gold answer in this text."""
+  """Returns the answer field's text, and the gold answer in this text.
+
+  An answer of several fields is a JSON object (see JSON). This object is then returned twice.
+  """
   further = form.adapt(row) if form.adapt else {}
   if form.answer.startswith(JSON):
     pairs = [name.rpartition("=") for name in form.answer.removeprefix(JSON).split(",")]
@@ -258,10 +262,10 @@ def text_of(row: Mapping[str, Any], name: str, key: str, numbers: bool = True) -
     row: the row.
     name: name of the field, or template.
     key: configuration key for `name`, for messages.
-    numbers: whether numbers are converted to text. If False, a row with a number is bad.
+    numbers: whether numbers are converted to text. If False, a field with a number is bad.
 
   Raises:
-    BadRow: a field is missing, empty, or of another type.
+    BadRow: a field is missing, empty, or of another type, or has invalid characters.
   """
   if "{" in name:
     return re.sub(r"\{([^{}]+)\}", lambda match: text_of(row, match[1], key, numbers), name)
@@ -304,9 +308,9 @@ def _lookup_all(row: Mapping[str, Any], name: str, key: str) -> Any:
     return _lookup(row, name, key)
   items = _lookup(row, head, key)
   if not isinstance(items, list | tuple) or not items:
-    raise BadRow(f"the field {head!r} is no list of objects, or empty. Correct the row or {key}")
+    raise BadRow(f"the field {head!r} is empty or not a list. Correct the row or {key}")
   if not all(isinstance(item, Mapping) for item in items):
-    raise BadRow(f"the field {head!r} has other items than objects. Correct the row or {key}")
+    raise BadRow(f"the field {head!r} has items that are not objects. Correct the row or {key}")
   return [_lookup(item, tail, key) for item in items]
 
 
@@ -314,7 +318,7 @@ def _text(value: Any, numbers: bool) -> str:
   """Converts a text to str, and a number too if `numbers` is True.
 
   Raises:
-    TypeError: the value is of another type; the message describes the value.
+    TypeError: the value is of another type or not finite; the message describes the value.
   """
   if isinstance(value, str):
     return value

@@ -1,8 +1,9 @@
-"""Problems in JSON lines files to which lines are appended during a run (`schedule.refresh_every`).
+"""Problems from JSON lines files that grow during a run (`schedule.refresh_every`).
 
-`Growing.look` reads all files again. Lines in use must not have changed. The first host reads the
-files, and broadcasts their texts if a file has grown. A checkpoint records the lengths of files, so
-a resumed run has the rows of an uninterrupted run.
+Other programs may append lines to the files, but must not change earlier lines. `Growing.look`
+reads all files again. The first host reads them, and broadcasts their texts if a file has grown. A
+checkpoint records the length of each file, so a resumed run has the rows of an uninterrupted run.
+A collective function must be called on all hosts.
 """
 
 import json
@@ -19,7 +20,7 @@ from gspo_jax.data.rows import Check, Reader
 from gspo_jax.settings.data import DataConfig, DataError
 from gspo_jax.system import hosts
 
-Lengths = dict[str, list[int]]  # By file: the number of bytes in use, and their CRC-32.
+Lengths = dict[str, list[int]]  # File to [number of bytes in use, CRC-32 of these bytes].
 
 
 def load(
@@ -52,17 +53,17 @@ def load(
 
 
 class Growing:
-  """Source of prompts (`sources.Source`) from growing files, in the order of files.
+  """Source of prompts (`sources.Source`) from growing files, in the order of file names.
 
   Args:
     path: path or pattern of .jsonl files.
-    key: key of the configuration with the path, for messages.
-    make_reader: returns a new reader, which then converts all rows.
+    key: configuration key of the path, for messages.
+    make_reader: function that returns a new reader. `look` converts all rows by a new reader.
 
   Attributes:
     path: path or pattern.
     reader: reader of the rows in use, with counts of excluded rows.
-    lengths: by file, the number of bytes in use and their checksum.
+    lengths: dict from file to the number of bytes in use and their checksum.
     shared: number of held-out problems that are among the rows.
   """
 
@@ -99,7 +100,8 @@ class Growing:
     """Reads the files again. Collective.
 
     Args:
-      lengths: lengths from a checkpoint, up to which files are read; None to read all whole lines.
+      lengths: lengths from a checkpoint, up to which files are read; None to read all complete
+        lines.
 
     Returns:
       The number of new rows.
@@ -127,12 +129,10 @@ class Growing:
     return len(self) - before
 
   def _read(self, recorded: Lengths | None) -> tuple[Lengths, dict[str, bytes]]:
-    """Reads lengths and texts of the files.
-
-    The dict of texts is empty if no file has new lines.
+    """Reads lengths and texts of the files. Texts are {} if no length has changed.
 
     Args:
-      recorded: lengths up to which files are read; None to read all whole lines.
+      recorded: lengths up to which files are read; None to read all complete lines.
     """
     used = self.lengths if recorded is None else recorded
     names = recorded or [str(file) for file in files.named(self.path, self._key)]

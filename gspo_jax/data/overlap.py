@@ -6,15 +6,14 @@ from gspo_jax import structs
 from gspo_jax.data.embedded import Embedded
 from gspo_jax.data.sources import Mixture, Source
 
-_WORDS = 8  # Whole questions are compared only if this many first words are equal.
+_WORDS = 8  # Whole questions are compared only if this many words at their beginning are equal.
 
 
 def shared_prompts(train: Source, held_out: Source, chosen: Sequence[structs.Prompt]) -> int:
   """Counts chosen held-out problems in the training data.
 
-  Problems are equal if their questions are equal up to white space. A million rows take about a
-  second. If both sets are embedded tasks, only their paths (`arithmetic:train`) are compared. Then
-  all problems are shared, or none.
+  Problems are equal if their questions are equal up to white space. If both sets are embedded
+  tasks, only their paths (`arithmetic:train`) are compared, so all problems are shared, or none.
 
   Args:
     train: training data.

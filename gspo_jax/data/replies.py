@@ -1,15 +1,18 @@
-"""Continuations: texts that follow rendered prompts, as targets of training on given responses.
+"""Continuations: texts after rendered prompts, on which a model is trained for given responses.
 
-The chat template renders a conversation of prompt and response as one text. The continuation is the
-part of this text after the rendered prompt, up to the end of the assistant's turn. Templates add
-different texts to a response. A prompt may end with an open thought (`<think>`) or with an empty
-thought (`<think></think>`). The template may write an empty thought before an answer, and may trim
-white space.
+A chat template renders a conversation of prompt and response as one text. The continuation is the
+part of this text after the rendered prompt, up to the end of the assistant's turn. It can differ
+from the response: a template may write an empty thought (`<think></think>`) before the answer, or
+trim white space. The prompt itself may end with an empty thought, or with an open thought
+(`<think>`), which the continuation must close.
 
-If the prompt ends with an empty thought, the response's thought is removed first. If the template
-drops part of the response, the continuation is the response, with at most one change. If the
-response begins with the prompt's last tag, this tag is removed. Or else, if the prompt ends with an
-open thought and the response has no closing tag, a closing tag is added before the response.
+If the prompt ends with an empty thought, the response's thought is removed first. If there is no
+template, or if the template cannot render the response completely and after the prompt, then the
+continuation is the response itself, with at most one change:
+
+- If the response begins with the prompt's last tag, this tag is removed.
+- If not, and if the prompt ends with an open thought and the response has no closing tag, a closing
+  tag is added before the response.
 """
 
 import re
@@ -20,7 +23,7 @@ from gspo_jax.data.tokenizer import HFTokenizer, Tokenizer
 
 _TAG = re.compile(r"[<\[◁][^\s<>\[\]◁▷]+[>\]▷]")  # <think>, </think>, <|thinking|>, [THINK]
 _LAST = re.compile(rf"({_TAG.pattern})(\s*)\Z")  # A tag at the end of a text.
-_TAIL = 200  # Number of characters at the end of a prompt in which a tag is searched.
+_TAIL = 200  # A prompt's last tag is searched in this many characters at the prompt's end.
 _THOUGHT = re.compile(r"think|thought|reason|reflect", re.IGNORECASE)
 
 
@@ -57,10 +60,10 @@ def continuation(
 
 
 def without_repeated_tag(prompt: str, response: str) -> str:
-  """Removes a response's first tag if the prompt ends with it.
+  """Removes a response's first tag if the prompt ends with the same tag.
 
-  The result is the continuation of a truncated response, since templates render only finished
-  responses.
+  For a truncated response, the result is the continuation: templates render finished responses
+  only.
   """
   tag, space = _last_tag(prompt)
   text = response.lstrip()
@@ -71,16 +74,17 @@ def without_repeated_tag(prompt: str, response: str) -> str:
 
 
 def whole_text(tok: Tokenizer, ids: Sequence[int]) -> str:
-  """Decodes token ids, with the texts of special tokens."""
+  """Decodes token ids, with the texts of a checkpoint's special tokens."""
   if not isinstance(tok, HFTokenizer):
     return tok.decode(ids)
   return tok.tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def _messages(response: str) -> Iterator[dict[str, str]]:
-  """Yields up to two forms of the assistant's message.
+  """Yields one or two forms of the assistant's message.
 
-  In the second form the thought is in the field `reasoning_content`.
+  If the response has a `</think>`, there is a second form with the thought in the field
+  `reasoning_content`.
   """
   yield dict(role="assistant", content=response)
   thought, close, answer = response.rpartition("</think>")
@@ -123,7 +127,10 @@ def _continuation_in(
 
 
 def _without_added_space(tok: Tokenizer, prompt: str, text: str) -> str:
-  """Removes the text's first space if the tokens stay the same."""
+  """Removes a text's first space if the tokens of prompt and text stay the same.
+
+  The remaining text is encoded separately from the prompt.
+  """
   whole, start = tok.encode(prompt + text), tok.encode(prompt)
   bare = text.removeprefix(" ")
   return bare if [*start, *tok.encode(bare)] == whole else text
@@ -132,7 +139,8 @@ def _without_added_space(tok: Tokenizer, prompt: str, text: str) -> str:
 def _up_to_stop(text: str, response: str, stops: Sequence[str]) -> str | None:
   """Cuts a rendered response before its stop token.
 
-  Returns None if the text lacks part of the response, apart from tags and white space.
+  If the text has no stop token, it is cut after the response. Returns None if the text lacks part
+  of the response, apart from tags and white space.
   """
   end = 0
   for part in filter(None, map(str.strip, _TAG.split(response))):

@@ -9,7 +9,7 @@ from gspo_jax.data.files import BadRow, Row, Skipped
 from gspo_jax.data.filters import Condition
 from gspo_jax.settings.data import Format
 
-Check = Callable[[str], None]  # Function of a gold answer; raises ValueError if it is unusable.
+Check = Callable[[str], None]  # Raises ValueError for an unusable gold answer.
 
 
 @dataclasses.dataclass
@@ -20,11 +20,12 @@ class Reader:
   tok: tokenizer.Tokenizer
   filters: tuple[Condition, ...]  # Conditions; rows that fail one are excluded.
   max_tokens: int  # Maximum number of tokens of a prompt.
-  skipped: Skipped  # Handles bad rows: raises or counts, by `data.on_error`.
+  skipped: Skipped  # Handles bad rows: raises an error, or counts them (`data.on_error`).
   check: Check | None = None  # Check of gold answers; None for no check.
   prefix: str = ""  # Prefix of ids.
   filtered: int = 0  # Number of rows excluded by the conditions so far.
-  places: dict[str, str] = dataclasses.field(default_factory=dict)  # Id to file and line.
+  # Dict from id to the file and line of the row.
+  places: dict[str, str] = dataclasses.field(default_factory=dict)
 
   def __call__(self, rows: Iterable[Row]) -> list[structs.Prompt]:
     """Converts rows to prompts.

@@ -63,7 +63,7 @@ class Prompts:
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-  """Several sources. Indices count through all sources in order; only sampling uses weights."""
+  """Several sources, one after another in the order of indices. Sampling alone uses weights."""
 
   sources: tuple[Source, ...]
   weights: tuple[float, ...]
@@ -100,7 +100,7 @@ def load(
 def load_spec(
   config: DataConfig, tok: tokenizer.Tokenizer, spec: str, key: str, check: Check | None = None
 ) -> Source:
-  """Returns the prompts of a spec. `key` is the spec's key, for messages. Raises as `load` does."""
+  """Returns the prompts of a spec, the value of `key`. Raises DataError as `load` does."""
   parts = parts_of(spec, key)
   names = [part[0] for part in parts]
   if len(set(names)) < len(names):
@@ -197,13 +197,13 @@ class Batches(Iterator[list[structs.Prompt]]):
     if batch_size < 1:
       raise ValueError(f"a batch size of {batch_size}: it must be at least 1")
     self._source, self._batch_size, self._seed = source, batch_size, seed
-    self._grows = hasattr(source, "lengths")  # Only `growing.Growing` has them.
+    self._grows = hasattr(source, "lengths")  # Only a `growing.Growing` has lengths of files.
     self._contents = "" if self._grows else _contents(source)
     self._rendered = "" if self._grows else rendered(source)
     self._start(0)
 
   def _start(self, restarts: int) -> None:
-    """Starts at the first prompt. The order depends on the seed and on `restarts`."""
+    """Starts an epoch. Its order depends on the seed and on `restarts`, the number of restarts."""
     self._restarts = restarts
     if self._grows:
       self._contents, self._rendered = self._source.contents, rendered(self._source)
@@ -276,7 +276,7 @@ def epoch_of(source: Source) -> int:
 
 
 def _contents(source: Source) -> str:
-  """Identifies rows by number and checksum. Of an embedded task, only some rows count."""
+  """Identifies rows by number and checksum. An embedded task's checksum is over `probe` alone."""
   if isinstance(source, Mixture):
     return f"{source.weights}: {', '.join(map(_contents, source.sources))}"
   indices = probe(len(source)) if isinstance(source, Embedded) else range(len(source))
@@ -287,20 +287,20 @@ def _contents(source: Source) -> str:
 
 
 def rendered(source: Source) -> str:
-  """Returns a checksum of tokens and demonstrations. Of an embedded task, only some rows count."""
+  """Returns a checksum of tokens and demonstrations, for embedded tasks over `probe` alone."""
   if isinstance(source, Mixture):
     return " ".join(map(rendered, source.sources))
   indices = probe(len(source)) if isinstance(source, Embedded) else range(len(source))
   checksum = 0
   for row in map(source.__getitem__, indices):
-    prompt = getattr(row, "prompt", row)  # Rows of recorded responses are groups.
+    prompt = getattr(row, "prompt", row)  # In job=offline, a row is a group with its prompt.
     checksum = zlib.crc32(array.array("q", prompt.tokens).tobytes(), checksum)
     checksum = zlib.crc32(repr(prompt.demonstration).encode(), checksum)
   return f"{checksum:08x}"
 
 
 def require_same_on_hosts(parts: Sequence[Any]) -> None:
-  """Raises DataError unless prompts have the same tokens on all hosts. Collective."""
+  """Raises DataError unless prompts have the same tokens on all hosts. All hosts must call it."""
   if jax.process_count() == 1:
     return
   first, *others = hosts.gather(zlib.crc32(" ".join(map(rendered, parts)).encode()))
@@ -337,11 +337,10 @@ def pack_demonstrations(
   """Writes prompts and their demonstrations into rows, right-padded to `length`.
 
   Returns:
-    Tokens, int32 [B, T], and mask, float32 [B, T]: 1 on responses and stop tokens, else 0.
+    Tokens, int32 [B, T], and mask, float32 [B, T]: 1 on responses and stop tokens, 0 elsewhere.
 
   Raises:
-    DataError: a prompt with its demonstration is longer than `length`. Before training starts,
-      `fitting` finds such rows in files.
+    DataError: a prompt with its demonstration is longer than `length`.
   """
   tokens_BT = np.full((len(prompts), length), tok.pad_id, np.int32)
   mask_BT = np.zeros((len(prompts), length), np.float32)
@@ -385,7 +384,8 @@ def fitting(source: Source, tok: tokenizer.Tokenizer, length: int, on_error: str
       raise DataError(reason)
   if not rows:
     raise DataError(
-      f"no prompt with its demonstration has at most sft.max_tokens={length} tokens. Raise that key"
+      f"no row has a demonstration within sft.max_tokens={length} tokens, its prompt included. Raise"
+      " that key, or set data.demonstration_field"
     )
   if isinstance(source, Embedded):
     return source

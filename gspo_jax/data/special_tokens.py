@@ -1,4 +1,4 @@
-"""Special tokens of a checkpoint. Several files of the checkpoint may name such tokens.
+"""Collects the special tokens of a checkpoint from the files of its tokenizer.
 
 A special token, such as the end of a turn, is not part of the text. In this file, `config` is the
 content of tokenizer_config.json.
@@ -34,10 +34,10 @@ def read_json(file: epath.Path) -> dict[str, Any]:
 def add(
   tokenizer: tokenizers.Tokenizer, directory: epath.Path, config: dict[str, Any]
 ) -> dict[str, str]:
-  """Adds tokens named in other files than tokenizer.json.
+  """Adds tokens from the files beside tokenizer.json to a tokenizer.
 
   Transformers 5 adds the same tokens (`_from_pretrained` and `TokenizersBackend`). The config of a
-  newer checkpoint has the key `added_tokens_decoder`. An older checkpoint has the files
+  newer checkpoint lists them in the key `added_tokens_decoder`. An older checkpoint has the files
   special_tokens_map.json and added_tokens.json instead.
 
   Args:
@@ -148,7 +148,7 @@ def _token(value: Any, name: str) -> tokenizers.AddedToken:
   """Reads a token of a file.
 
   Args:
-    value: a text, which becomes a special token; or an object with the token's flags.
+    value: a text, which becomes a special token; or an object with the token's text and flags.
     name: name of the token, for the message.
 
   Raises:

@@ -12,8 +12,8 @@ from etils import epath
 
 from gspo_jax.data.special_tokens import TokenizerError
 
-# Arguments of every template. A template may test `tools is none`. If the argument were missing,
-# this would be False.
+# Arguments of every template. A template may test `tools is none`, which would be False for a
+# missing argument.
 UNSET = dict[str, Any](tools=None, documents=None)
 FOLDER = "additional_chat_templates"  # Folder of further templates, beside chat_template.jinja.
 
@@ -23,7 +23,8 @@ def read(directory: epath.Path, config: dict[str, Any]) -> str:
 
   Args:
     directory: directory of the tokenizer's files. Files of templates take precedence over `config`.
-    config: content of tokenizer_config.json. Its `chat_template` is a template or a list of them.
+    config: content of tokenizer_config.json. Its `chat_template` is one template, or a list of
+      named templates.
 
   Raises:
     TokenizerError: there are several templates, and none is named "default".
@@ -54,7 +55,7 @@ def arguments(source: str) -> list[str]:
 
 
 class _Generation(jinja2.ext.Extension):
-  """The tag `{% generation %}` around the assistant's text, which is rendered unchanged."""
+  """The Jinja tag `{% generation %}`. The assistant's text inside it is rendered unchanged."""
 
   tags = {"generation"}  # noqa: RUF012 (Jinja declares it in this way)
 

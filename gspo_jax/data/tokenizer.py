@@ -1,6 +1,8 @@
 """Tokenizers: raw bytes for the embedded tasks, Hugging Face files for real checkpoints.
 
-Both classes have `vocab_size`, `pad_id`, `stop_ids`, `encode`, `decode`, `token_bytes` and `chat`.
+`ByteTokenizer` and `HFTokenizer` both have `vocab_size`, `pad_id`, `stop_ids`, `encode`, `decode`,
+`token_bytes` and `chat`.
+
 The padding token of a checkpoint may equal its stop token. So masks mark the padding, and no code
 compares tokens with `pad_id`.
 """
@@ -75,11 +77,10 @@ class HFTokenizer:
   path: str  # Directory or hub repository.
   tokenizer: tokenizers.Tokenizer
   chat_template: str  # Jinja source; "" for plain prompts.
-  special_tokens: dict[str, str]  # Texts by name: bos_token, eos_token, ...
+  special_tokens: dict[str, str]  # Dict from name (bos_token, eos_token, ...) to text.
   add_bos: bool  # Whether plain prompts begin with bos. (Chat templates write bos themselves.)
   pad_id: int
-  # The first stop token ends demonstrations. It is the end of a turn, or else eos.
-  stop_ids: tuple[int, ...]
+  stop_ids: tuple[int, ...]  # The first one ends demonstrations (`_turn_end`, else eos).
   vocab_size: int  # Largest id + 1.
   # Optional arguments of the chat template.
   arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -126,7 +127,7 @@ class HFTokenizer:
 
   @functools.cached_property
   def _names(self) -> re.Pattern:
-    """Pattern of positions before texts of added tokens."""
+    """Pattern of the positions at which names of added tokens begin."""
     return re.compile(f"(?={'|'.join(map(re.escape, self._added.values())) or '(?!)'})")
 
   @functools.cached_property
@@ -173,7 +174,7 @@ class HFTokenizer:
     return bytes_V
 
   def begin(self, text: str) -> str:
-    """Prepends the bos token to a plain prompt if `add_bos` is set and the token is absent."""
+    """Prepends the bos token if `add_bos` is set and the plain prompt does not begin with it."""
     bos = self.special_tokens.get("bos_token", "") if self.add_bos else ""
     return text if text.startswith(bos) else bos + text
 
@@ -214,15 +215,15 @@ def _with_system_prompt(
   return [*first, *messages]
 
 
-# Patterns of a tokenizer's files. Besides these, generation_config.json may name stop tokens.
+# Patterns of a tokenizer's files. The file GENERATION may name further stop tokens.
 FILES = (
   *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
   *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
   f"{templates.FOLDER}/*.jinja",
 )
 GENERATION = "generation_config.json"
-# Bytes of characters in byte-level vocabularies. The character of a printable byte is that of
-# Latin-1. Other bytes have characters from U+0100 on.
+# Byte-level vocabularies write each byte as a character. The character of a printable byte is that
+# of Latin-1. Other bytes have characters from U+0100 on. `_BYTE_OF` maps characters to bytes.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _UNPRINTABLE = [byte for byte in range(256) if byte not in _PRINTABLE]
 _BYTE_OF = {chr(byte): bytes([byte]) for byte in _PRINTABLE}
@@ -237,7 +238,7 @@ def shows(tokenizer: Tokenizer, text: str) -> bool:
 
 
 def line_breaks(tokenizer: Tokenizer) -> np.ndarray:
-  """Counts line breaks in each token's text, int32 [V]."""
+  """Returns the number of line breaks in each token's text, int32 [V]."""
   return np.array(
     [tokenizer.decode([i]).count("\n") for i in range(tokenizer.vocab_size)], np.int32
   )
@@ -311,7 +312,7 @@ def load_for(
     tok = _remove_special_tokens(tok, vocab_size)
   if tok.vocab_size > vocab_size:
     raise TokenizerError(
-      f"tokenizer {path!r} has {tok.vocab_size} tokens, more than model.vocab_size={vocab_size}"
+      f"tokenizer {path!r} needs {tok.vocab_size} tokens, more than model.vocab_size={vocab_size}"
     )
   return tok
 

@@ -5,8 +5,8 @@ work: the digits of the sum in the order of addition, units first. The text afte
 sum. The verifier reads the text after the last colon of a response, and accepts only the exact sum.
 
 Demonstrations imitate a pupil who can add, but forgets each carry with a given probability. So a
-model trained on demonstrations is sometimes right and often wrong. The model has seen every step
-that it needs, and reinforcement learning can make it right always.
+model trained on demonstrations is sometimes right and often wrong. Reinforcement learning can then
+make the model always right, because the demonstrations show every necessary step.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ def problems(split: str, digits: int) -> Problems:
 
   Args:
     split: "train" or "heldout".
-    digits: number of digits of both numbers, 1 to 3.
+    digits: number of digits of each number, 1 to 3.
 
   Raises:
     ValueError: `split` or `digits` is invalid.
@@ -55,7 +55,7 @@ def demonstration(
 ) -> str:
   """Returns a demonstration: the work, a colon, and the sum.
 
-  The same problem and seed give the same text.
+  Work and sum may have errors. The same arguments give the same text.
 
   Args:
     problem: the problem.
@@ -66,7 +66,7 @@ def demonstration(
   """
   rng = random.Random(f"{seed}/{problem['id']}")
   a, b = (term[::-1] for term in problem["id"].split("+"))
-  # A separate generator: `skipped_work` changes no error of a demonstration with work.
+  # This choice has a separate generator, so it changes no errors of demonstrations with work.
   skips = random.Random(f"{seed}/{problem['id']}/work").random() < skipped_work
   digits, carry = "", 0
   for x, y in zip(a, b):
@@ -99,6 +99,8 @@ def check_answer(text: str) -> None:
 
 def verify(response: str, answer: str) -> bool:
   """Whether the text after the last colon is exactly the number `answer`.
+
+  If there is no colon, the whole response is compared. White space is ignored at both ends.
 
   Raises:
     ValueError: `answer` is not an integer.

@@ -1,10 +1,10 @@
 """Embedded task for conversations: products and sums, with a calculator (docs/multi_turn.md).
 
-A problem is `37*58+46=`. A turn that begins with a bracket asks the calculator for one operation.
-The answer to `[37*58]` is `2146;`, and the answer to `[2146+46]` is `2192;`. A malformed question
-has the answer `?;` and the reward -0.1. Any other turn is the final answer, and ends the
-conversation. If the final answer contains colons, only the text after the last colon counts. The
-reward is 1 if the number is right, else 0.
+A problem is `37*58+46=`. A turn that begins with a bracket is a question to the calculator, for one
+operation. The calculator answers `2146;` to `[37*58]`, and `2192;` to `[2146+46]`. It answers `?;`
+to a malformed question, which has the reward -0.1. A turn without a bracket at its beginning is the
+final answer, and ends the conversation. If the final answer contains colons, only the text after
+the last colon counts. The final answer's reward is 1 if it is right, else 0.
 
 In demonstrations, some operations are computed without the calculator. Such an operation forgets
 each carry with probability `data.carry_errors`. If `data.checks` is above 0, some questions are
@@ -39,7 +39,7 @@ def problems(split: str, digits: int) -> Problems:
 
   Args:
     split: "train" or "heldout".
-    digits: number of digits of all three numbers, 1 or 2.
+    digits: number of digits of each number, 1 or 2.
 
   Raises:
     ValueError: `split` or `digits` is invalid.
@@ -63,13 +63,15 @@ def problems(split: str, digits: int) -> Problems:
 def demonstration(
   problem: Problem, carry_errors: float, seed: int, checks: float = 0.0
 ) -> tuple[str, ...]:
-  """Returns a demonstration: question, the calculator's answer, ..., final answer.
+  """Returns the turns of a demonstration.
 
-  The same problem and seed give the same texts.
+  The turns are questions, each with the calculator's answer, and the final answer. The same
+  arguments give the same turns.
 
   Args:
     problem: the problem.
-    carry_errors: probability of forgetting a carry, for each carry without the calculator.
+    carry_errors: probability of forgetting a carry, for each carry of an operation without the
+      calculator.
     seed: seed of all random choices.
     checks: probability of asking a question twice, for each question.
   """
@@ -126,5 +128,9 @@ class Calculator:
     return self._tokenizer.encode(f"{result};"), 0.0, False
 
   def figures(self) -> dict[str, float]:
-    """Returns whether the answer is right, whether questions were asked, and how many."""
+    """Returns metrics of the conversation.
+
+    These are whether the answer is right, whether the calculator was used, and the number of
+    questions.
+    """
     return dict(correct=self._correct, tool_use=self.tool_calls > 0, tool_calls=self.tool_calls)

@@ -13,7 +13,7 @@ from gspo_jax.system import user_code
 # Built-in environments. They are constructed in the same way as a user's.
 ENVIRONMENTS = dict(calculator="gspo_jax.tasks.calculator:Calculator")
 
-TIME_LIMIT_S = 30.0  # Time limit of a call, for environments without `time_limit_s`.
+TIME_LIMIT_S = 30.0  # Time limit of a call if the environment does not set `time_limit_s`.
 
 Make = Callable[[Any], Any]  # Function from a `structs.Prompt` to an environment.
 
@@ -62,6 +62,6 @@ def find(name: str, tokenizer: Any) -> Make | None:
   limit_s = time_limit(make)
   if not (isinstance(limit_s, int | float) and 0 < limit_s < math.inf):
     raise ValueError(
-      f"{label}: time_limit_s of {function} is {limit_s!r:.40}: set it to seconds, more than 0"
+      f"{label}: time_limit_s of {function} is {limit_s!r:.40}: set it to seconds, a number above 0"
     )
   return Factory(make, tokenizer, float(limit_s))

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-HELD_OUT = 0.02  # Share of problems that `held_out` selects.
+HELD_OUT = 0.02  # Share of all problems that `held_out` selects, on average.
 Problem = dict[str, str]  # Fields id, question and answer; a task may add others.
 
 

@@ -1,13 +1,15 @@
-"""Embedded task of long responses: a recurrence of second order, modulo 100 (docs/data.md).
+r"""Embedded task of long responses: a recurrence of second order, modulo 100 (docs/data.md).
 
-A problem is two lines, `33:70\n32:04\n`. A line is a label, a colon, and a number of two digits
-with its units first. The numbers of this problem are 7 and 40. Labels count down. Tens above 9 are
-letters, so the label 100 is `A0`. A response has n lines, down to the label `00`:
-`31:74\n...\n00:32`. Each number is the sum of the numbers of the two lines before, modulo 100. With
-a tokenizer of bytes a response has exactly 6 n tokens, the end token included.
+A problem is two lines, such as `33:70\n32:04\n`. A line is a label, a colon, and a number of two
+digits. The units of the number come first, so the numbers of this problem are 7 and 40. Labels
+count down. Tens above 9 are letters, so the label 100 is `A0`. A response continues with the next
+labels, down to `00`: `31:74\n...\n00:32`. Each number is the sum of the numbers of the two lines
+before, modulo 100. With the tokenizer "bytes", a response of n lines has exactly 6 n tokens, the
+stop token included.
 
-A response is right if its last line is right. `right_lines` compares all lines. In demonstrations
-some carries are forgotten, and the lines after an error continue with the wrong number.
+A response is right if its last line is right. `right_lines` compares all lines, for rewards per
+line. In demonstrations some carries are forgotten, and the lines after an error continue with the
+wrong number.
 """
 
 import contextlib
@@ -21,18 +23,20 @@ from gspo_jax.tasks.problems import Problem, Problems, held_out
 SIZES = ("lines",)  # Keys of section `data` that determine the problems.
 TEACHER = ("carry_errors",)  # Keys that determine the demonstrations.
 OUTCOMES = ("right", "wrong")
-_TENS = "0123456789ABCDEFGHIJ"  # Tens of a label.
+_TENS = "0123456789ABCDEFGHIJ"  # Characters for the tens of a label, 0 to 19.
 
 
 def problems(split: str, lines: Sequence[int]) -> Problems:
   """Returns the problems of a split, from all pairs of numbers below 100.
 
-  Problems with the same two numbers are in the same split. Problems are in the order of `lines`, so
-  an evenly spaced sample has all lengths equally often.
+  For each length in `lines`, there is a problem of each pair. For example, `lines` of (8, 32) give
+  each pair a problem with a response of 8 lines, and another problem with a response of 32 lines.
+  The two problems are in the same split. Problems are in the order of `lines`, so an evenly spaced
+  sample has all lengths equally often.
 
   Args:
     split: "train" or "heldout".
-    lines: lengths, the numbers of lines of a response.
+    lines: lengths of responses, in lines.
 
   Raises:
     ValueError: `split` or `lines` is invalid.
@@ -87,8 +91,9 @@ def open_verifier(partial: float) -> Iterator[Callable]:
   """Opens the verifier (`rewards.scorer`).
 
   Args:
-    partial: weight of the share of right lines in the value of a response. A right last line has
-      the weight 1 − partial. If `partial` is 0, the verifier returns no values.
+    partial: number from 0 to 1. A response's value is the sum of two terms: 1 − `partial` if the
+      last line is right, and `partial` times the share of the gold answer's lines that are right
+      in the response. If `partial` is 0, the verifier returns no values.
   """
 
   def outcomes(responses, prompts, finished):
@@ -110,7 +115,7 @@ def verify(response: str, answer: str) -> bool:
 def right_lines(response: str, answer: str) -> list[bool]:
   """Compares each line of `answer` with the response's line at the same index.
 
-  A missing line is wrong. Further lines of the response are ignored.
+  A missing line counts as wrong. Lines of the response beyond the answer's last index are ignored.
   """
   expected = answer.split("\n")
   written = response.split("\n", len(expected))[: len(expected)]

@@ -1,11 +1,11 @@
 """Embedded task for pretrained models: word problems in English, of one or two steps.
 
-A problem is a few sentences with numbers, and a question; some numbers may not matter. A response
-is an expression for the answer, such as `(24 - 6) / 3`. The verifier is that of mathematics
-(reward.name=math). Demonstrations are always right.
+A problem is a few sentences with numbers, and a question. Some numbers may be irrelevant. A
+response is an expression for the answer, such as `(24 - 6) / 3`. The verifier of mathematics
+compares it with the answer (reward.name=math). Demonstrations are always right.
 
-The two splits have different templates of sentences. So an evaluation measures reading, not memory
-of sentences. Each operation occurs in both splits.
+The two splits have different templates of sentences, so an evaluation has no sentence from
+training. Each operation occurs in both splits.
 """
 
 import random
@@ -20,15 +20,15 @@ NAMES = """Ada Ben Carla David Ella Farid Grace Hugo Ines Jonas Kira Liam Maya N
   Sam Tara Uma Victor Wendy""".split()
 THINGS = """apples books marbles stamps pencils cookies shells stickers balloons coins buttons cards
   flowers oranges beads photos tickets eggs""".split()
-# Each line of the file is a template: text of a problem, " | ", and expression of its answer.
-# {n} and {m} are names, {x} and {y} things, and {a} to {d} numbers. An empty line separates the
-# two splits.
+# Each line of word_problems.txt is a template: text of a problem, " | ", and expression of its
+# answer. In the text, {n} and {m} are names, {x} and {y} things, and {a} to {d} numbers. An empty
+# line separates the two splits.
 TRAIN, HELD_OUT = (
   [tuple(line.split(" | ")) for line in part.splitlines()]
   for part in Path(__file__).with_suffix(".txt").read_text("utf-8").split("\n\n")
 )
 INSTANCES = 250  # Number of problems from each template.
-MOST, LARGEST = 60, 500  # Largest number in a problem, and largest answer.
+MOST, LARGEST = 60, 500  # Largest random number in a problem, and largest answer.
 _TEMPLATES = (*TRAIN, *HELD_OUT)
 _CODE = [compile(expression, expression, "eval") for _, expression in _TEMPLATES]
 
@@ -40,7 +40,10 @@ def problems(split: str) -> Problems:
 
 
 def _make(number: int) -> Problem:
-  """Returns a problem by its number, with random names, things and numbers."""
+  """Returns a problem by its number.
+
+  This number is the seed of the names, things and numbers in the problem.
+  """
   rng, (text, expression) = random.Random(number), _TEMPLATES[number // INSTANCES]
   answer = 0
   while not (1 < answer <= LARGEST and answer == int(answer)):  # The answer must be whole.

@@ -51,8 +51,8 @@ UNJUDGEABLE = {
   ),
   "no output": (dict(official_tests=[dict(input="1", output="")]), "`pass` would be right"),
   "null output": (dict(official_tests=[dict(input="1", output=None)]), "is null"),
-  "no tests": (dict(official_tests=[]), "no list of objects, or empty"),
-  "tests that are null": (dict(official_tests=None), "no list of objects, or empty"),
+  "no tests": (dict(official_tests=[]), "is empty or not a list"),
+  "tests that are null": (dict(official_tests=None), "is empty or not a list"),
 }  # fmt: skip
 
 

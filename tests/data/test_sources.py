@@ -345,7 +345,7 @@ def test_demonstrations_that_do_not_fit(tmp_path):
     sources.fitting(source, BYTES, 4, "raise")
   rest = sources.fitting(source, BYTES, 4, "skip")
   assert ([p.id for p in rest], rest.skipped) == (["short"], 2)
-  with pytest.raises(sources.DataError, match=r"demonstration has at most sft\.max_tokens=2"):
+  with pytest.raises(sources.DataError, match=r"demonstration within sft\.max_tokens=2"):
     sources.fitting(source, BYTES, 2, "skip")
 
 
