@@ -109,7 +109,7 @@ def _unpublished_base(checkpoint: RunCheckpoint) -> str:
 
 
 def _published(checkpoint: RunCheckpoint) -> str:
-  """Returns the published model of the run's start; "" for other weights."""
+  """Returns the run's published initial model; "" for other initial weights."""
   return _absolute(checkpoint.config.get("provenance", {}).get("start", {}).get("directory", ""))
 
 

@@ -98,9 +98,9 @@ def _model_of_weights(config: RunConfig) -> ModelConfig:
 
 
 def stop_together(grace_s: float) -> contextlib.AbstractContextManager[None]:
-  """Makes hosts stop together after a signal, at the same check.
+  """Makes all hosts stop at the same `preemption.check` after a signal.
 
-  A single host needs no watch outside of phases: a signal ends its process at once.
+  If there is a single host, a signal outside of a phase ends the process at once.
   """
   if jax.process_count() == 1:
     return contextlib.nullcontext()
@@ -148,8 +148,8 @@ def end_process(message: str) -> NoReturn:
 def collect_garbage_rarely() -> None:
   """Collects cyclic garbage less often.
 
-  Tracing creates millions of lasting objects. Repeated scans of these objects take a tenth of the
-  time of a start whose programs are in the compilation cache.
+  Tracing creates millions of lasting objects, and every collection scans them again. If all
+  programs are in the compilation cache, these scans take a tenth of the time of a start.
   """
   gc.freeze()  # Objects of imported modules are never scanned.
   gc.set_threshold(100_000, 20, 20)
@@ -164,7 +164,7 @@ def run_job(run: Run) -> None:
     run.engine.load(params, version=0)
     del params  # The engine has a copy.
     row, records = run.evaluate(run.engine, key, alone=True)
-    run.writer.truncate("eval", -1)  # Drops earlier rows of this job, and no rows of training.
+    run.writer.truncate("eval", -1)  # Drops the rows of an earlier job=eval in this workdir.
     run.writer.dump_rollouts("eval", 0, records)
     run.writer.write(dict(phase="eval", step=0) | row)
   if job == "sft" or (job == "sft+rl" and not sft.finished(run)):

@@ -39,9 +39,9 @@ from gspo_jax.system.meshes import use_mesh
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-  """Scorers of responses, and signals of `constraints`, with processes on the first host."""
+  """Scorers of responses, and signals of `constraints`. Their processes are on the first host."""
 
-  # Scorers by name of the verifier. On all hosts but the first, each value is None.
+  # Dict from name of the verifier to scorer. On all hosts but the first, each value is None.
   scorers: Mapping[str, rewards.Scorer | None]
   # None on all hosts but the first, and if there are no constraints.
   signals: Signals | None = None
@@ -92,7 +92,7 @@ class Run:
     return self.inputs.source.load(self.config.model, self.mesh, "float32", seed)
 
   def collector(self) -> Collector:
-    """Builds the collector, for sampling and scoring of RL's groups of responses."""
+    """Builds RL's collector, to sample and score groups of responses."""
     data = self.inputs.data
     return Collector(
       self.config,
@@ -108,7 +108,7 @@ class Run:
     )
 
   def pipeline(self, collector: Collector, stages: Stages, last: int = 0) -> Pipeline:
-    """Builds the pipeline, for sampling of RL's batches ahead of the updates.
+    """Builds RL's pipeline, to sample batches ahead of the updates.
 
     Args:
       collector: collector of groups.
@@ -236,7 +236,7 @@ def open_scoring(
   """Opens scorers and signals on the first host.
 
   Args:
-    sections: by name of the verifier, the section `reward` with its settings.
+    sections: dict from name of a verifier to the section `reward` with this verifier's settings.
     constraints: section with the signals.
     reward: section `reward` of the run. Signals of verifiers take their settings from it.
 
@@ -251,7 +251,7 @@ def open_scoring(
 
 
 def make_evaluator(inputs: Inputs, scoring: Scoring, directory: Path) -> Evaluator:
-  """Builds the evaluator, with results in `directory`."""
+  """Builds the evaluator. Its results are written to `directory`."""
   config, tok, benchmarks = inputs.config, inputs.tokenizer, []
   for b in inputs.data.held_out:
     scorer = scoring.scorers[b.config.reward or config.reward.name]

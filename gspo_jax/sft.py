@@ -23,7 +23,8 @@ from gspo_jax.runs.checkpoint import Checkpointer
 from gspo_jax.runs.phase import Phase
 from gspo_jax.structs import ModelInputs, Prompt, TrainBatch, TrainState
 
-HELD_OUT = 128  # Maximum number of held-out demonstrations. Of fewer than 256, half are held out.
+# Maximum number of held-out demonstrations. If there are fewer than 256 in all, half are held out.
+HELD_OUT = 128
 
 
 def sft(run: Run) -> Any:
@@ -107,7 +108,7 @@ def held_out(run: Run, source: Sequence[Prompt]) -> tuple[frozenset[str], Callab
   """Returns ids of held-out demonstrations, and a function for their loss.
 
   The function maps parameters to the mean of -log π(token) over tokens, in nats. The ids do not
-  depend on the seed. If `sft.target_loss` is 0, no demonstrations are held out.
+  depend on the run's seed. If `sft.target_loss` is 0, no demonstrations are held out.
   """
   c = run.config
   count, rows = min(HELD_OUT, len(source) // 2), c.sft.batch // c.sft.microbatches

@@ -28,8 +28,8 @@ BATCH = ("data", "fsdp", "expert")  # Mesh axes that split the sequences of a ba
 BY_ROW = P(BATCH)
 PRODUCT = "product"  # Name of products with weights, for rematerialisation policies.
 
-# Mesh axes that split experts over all chips of a slice. Training splits experts over `expert`
-# alone. Since `expert` comes first here, a chip's experts in sampling are among those in training.
+# Mesh axes that split experts in sampling; training splits experts over `expert` alone. Since
+# `expert` comes first, the experts of a chip in sampling are among its experts in training.
 SLICE = ("expert", "fsdp")
 
 Axes = str | tuple[str, ...]  # A mesh axis, or several.
@@ -47,7 +47,7 @@ def make_meshes(
   """Builds the meshes of trainer and sampler: one mesh for both if `rollout_mesh` is off.
 
   The trainer takes the first of `devices`, and the sampler the next ones. None means all devices.
-  Raises ValueError for too few devices.
+  Raises ValueError if the sizes do not fit the number of devices.
   """
   devices = jax.devices() if devices is None else devices
   if not rollout.enabled:
@@ -110,7 +110,7 @@ def make_mesh(
       f"{len(slices)}, and take the same number of devices from each slice"
     )
   within = [sizes[0] // len(slices), *sizes[1:]]
-  # An axis may split a side of the torus: for 8x8 on 4x4x4, since no product of sides is 8.
+  # An axis may take part of a side of the torus. A mesh of 8x8 on 4x4x4 needs this.
   grids = [mesh_utils.create_device_mesh(within, x, allow_split_physical_axes=True) for x in slices]
   return jax.sharding.Mesh(np.concatenate(grids), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
 
@@ -168,7 +168,7 @@ def device_kind() -> str:
 
 
 def reshard(x: jax.Array, pspec: P) -> jax.Array:
-  """Reshards `x` to `pspec`. Keeps `reduced`, axes over which a gradient is still to be summed."""
+  """Reshards `x` to `pspec`. Keeps `reduced`, the axes over which gradients are summed later."""
   if without_mesh():
     return x
   return jax.sharding.reshard(x, P(*pspec, reduced=jax.typeof(x).sharding.spec.reduced))
@@ -183,7 +183,7 @@ def reshape(x: jax.Array, shape: tuple[int, ...], out: P) -> jax.Array:
 
 
 def product(equation: str, x: jax.Array, y: jax.Array, **kwargs) -> jax.Array:
-  """jnp.einsum in the common dtype.
+  """Computes jnp.einsum in the common dtype of `x` and `y`.
 
   XLA on CPU multiplies bfloat16 into float32 twice as fast as into bfloat16, so on CPU the result
   is rounded afterwards. On TPU and GPU, float32 gains no speed, and collectives send more bytes.
@@ -196,7 +196,7 @@ def product(equation: str, x: jax.Array, y: jax.Array, **kwargs) -> jax.Array:
 def einsum(
   equation: str, x: jax.Array, y: jax.Array, out: P, dtype: Any = None, **kwargs
 ) -> jax.Array:
-  """jnp.einsum into sharding `out` and `dtype`. None means the dtype of `product`."""
+  """Computes jnp.einsum with sharding `out` and `dtype`; None means the dtype of `product`."""
   kwargs |= dict(out_sharding=None if without_mesh() else out)
   if dtype is None:
     return product(equation, x, y, **kwargs)
@@ -204,7 +204,7 @@ def einsum(
 
 
 def project(equation: str, x: jax.Array, w: jax.Array, out: P) -> jax.Array:
-  """`einsum` of activations with a weight. Every shared letter is contracted.
+  """Computes `einsum` of activations and a weight. Every shared letter is contracted.
 
   The gradient of `w` is a product with `x` as its first factor. JAX would put the cotangent first.
   XLA on CPU would then compute the cotangent's inputs, such as an activation's derivative, in
@@ -354,7 +354,7 @@ def pmax(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
 def vary(tree: Any, axes: tuple[str, ...]) -> Any:
   """Marks replicated arrays inside `shard_map` as varying over `axes`.
 
-  A custom gradient may then return a cotangent per device. The transpose sums these over `axes`.
+  A custom gradient may then return a cotangent per device. The transpose sums them over `axes`.
   """
   if without_mesh():
     return tree

@@ -13,9 +13,9 @@ rules. `logp_BT` has shape [B, T].
   r  rank of an adapter
 
 `logp_BT` is the natural logarithm of the probability of the token at position t given all earlier
-tokens. `mask_BT` is 1 on trained tokens, which the policy sampled, and 0 on prompt, padding, tool
-and environment tokens. |y_i| is the sum of sequence i's mask. A sequence with a mask of zeros is
-padding, and no mean includes it.
+tokens. `mask_BT` is 1 on trained tokens, and 0 on prompt, padding, tool and environment tokens. In
+RL, trained tokens are sampled by a policy. |y_i| is the sum of sequence i's mask. A sequence with a
+mask of zeros is padding, and no mean includes it.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ class Rollout:
   version: np.ndarray  # int32 [B, L]: version of the weights that sampled each token; -1 elsewhere
   rewards: np.ndarray  # float32 [B, L]: reward of each turn, at its last token; 0 elsewhere
   prompt_lengths: np.ndarray  # int32 [B]
-  lengths: np.ndarray  # int32 [B]: sampled tokens, |y_i|
+  lengths: np.ndarray  # int32 [B]: number of sampled tokens, |y_i|
   ends: np.ndarray  # int32 [B]: number of tokens before the padding
   stopped: np.ndarray  # bool [B]: ended by a stop token or stop string; False if truncated
   # int8 or int16 [B, L, l, k]: experts chosen by the sampler, -1 for a token without a forward pass
@@ -85,15 +85,20 @@ class Rollout:
 class Places:
   """Places of B sequences in packed rows (`learner.packing.plan`).
 
-  A packed row has several sequences. Sequences with the same prompt may share one copy of the
-  prompt, the trunk. Attention then reads separate rows, with a prompt for each sequence.
+  A packed row has several sequences. For example, if two sequences of 6 and 5 tokens are in row 0,
+  `row_B` is [0, 0] and `start_B` is [0, 6].
+
+  Sequences with the same prompt may share one copy of the prompt in the packed row. This copy has
+  all tokens but the last, and is called the trunk. Attention reads another row, with the whole
+  prompt for each sequence. If the prompt of both sequences has 3 tokens, the trunk takes positions
+  0 and 1. So `trunk_B` is [0, 0], `start_B` is [2, 6], and `path_B` is [0, 6].
   """
 
   order_B: Array  # int32: index of the sequence before packing
   row_B: Array  # int32: packed row, numbered from 0 on each device; -1 for no row
   start_B: Array  # int32: position of the sequence's first token in the packed row
-  # If prompts are shared, `start_B` is the position of the prompt's last token instead, since the
-  # trunk does not include this token. If prompts are not shared, the next two fields are None.
+  # If prompts are shared, `start_B` is the position of the prompt's last token instead, which is
+  # separate for each sequence. If prompts are not shared, the next two fields are None.
   trunk_B: Array | None = None  # int32: position of the prompt's first token in the packed row
   path_B: Array | None = None  # int32: position of the sequence's first token in attention's row
 
@@ -169,8 +174,8 @@ class TrainBatch:
   # int32: segment number of each token (sampling/parts.py). In objective "segment", each segment
   # has its own importance ratio. None for losses without segments
   unit_BT: Array | None = None
-  # bool: whether an advantage in the sequence's group is not 0. The KL penalty applies to these
-  # sequences alone. None if the penalty applies to all sequences
+  # bool: whether an advantage in the sequence's group is not 0. The KL penalty applies only to
+  # sequences for which this is True. None if the penalty applies to all sequences
   mixed_B: Array | None = None
   # int8 or int16: experts that the trainer chose with the old policy, -1 for a token without them.
   # None if not needed
@@ -200,7 +205,7 @@ class TrainBatch:
 class TrainState:
   """All arrays that updates change.
 
-  PRNG keys are derived from seed and step instead.
+  PRNG keys are not among them, since they are derived from seed and step.
   """
 
   step: Array  # int32 []: number of applied updates

@@ -29,7 +29,7 @@ class Teacher:
 
 
 def find_teacher(config: RunConfig, recorded: Mapping[str, Any] | None = None) -> Teacher | None:
-  """Finds the teacher; None if distillation is off. Collective: call it on all hosts.
+  """Finds the teacher; None if distillation or RL is off. Collective: call it on all hosts.
 
   Args:
     config: configuration of the run.
@@ -62,7 +62,7 @@ def check_teacher(
   if other not in (None, tok.path) and tokenizer.load(other).token_bytes() != tok.token_bytes():
     raise ValueError(
       f"{named} has another tokenizer, {other!r}, than the policy, tokenizer="
-      f"{tok.path!r}. A token id has another text in each of them. Use a teacher with the policy's "
+      f"{tok.path!r}: the same token id can have different texts. Use a teacher with the policy's "
       "tokenizer"
     )
   window = config.data.max_prompt_tokens + config.sampling.max_new_tokens
@@ -84,7 +84,7 @@ def abstract(teacher: Teacher, dtype: str, mesh: jax.sharding.Mesh) -> Any:
 
 
 def load(teacher: Teacher, dtype: str, mesh: jax.sharding.Mesh) -> Any:
-  """Loads the weights in the layout of `abstract`. Raises ValueError as `WeightSource.load`."""
+  """Loads the weights in the layout of `abstract`. Raises the errors of `WeightSource.load`."""
   return teacher.source.load(teacher.model, mesh, dtype)
 
 

@@ -47,8 +47,8 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
   """Trains to the end of `rl.iterations` and returns the parameters.
 
   Args:
-    start_params: returns the parameters before the first iteration. The KL penalty's reference
-      policy has the same parameters.
+    start_params: function that returns the parameters before the first iteration. The KL penalty's
+      reference policy has the same parameters.
 
   Raises:
     Preempted: the run was asked to stop; the resume point is saved.

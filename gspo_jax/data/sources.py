@@ -384,7 +384,7 @@ def fitting(source: Source, tok: tokenizer.Tokenizer, length: int, on_error: str
       raise DataError(reason)
   if not rows:
     raise DataError(
-      f"no row has a demonstration within sft.max_tokens={length} tokens, its prompt included. Raise"
+      f"no row has a demonstration within sft.max_tokens={length} tokens, prompt included. Raise"
       " that key, or set data.demonstration_field"
     )
   if isinstance(source, Embedded):
