@@ -58,7 +58,10 @@ _SEQUENCES = flags.DEFINE_integer(
   "of sequences and micro-batches.",
 )
 _LENGTH = flags.DEFINE_integer(
-  "length", 0, "Tokens per sequence (programs train and score); 0: the configured number."
+  "length",
+  0,
+  "Tokens per sequence (programs train and score); 0: data.max_prompt_tokens plus "
+  "sampling.max_new_tokens.",
 )
 _SLOTS = flags.DEFINE_integer(
   "slots",
@@ -78,13 +81,17 @@ _TRIES = flags.DEFINE_integer(
 _MEAN_RESPONSE = flags.DEFINE_integer(
   "mean_response",
   0,
-  "Mean tokens of a response; 0: half of sampling.max_new_tokens, at most 8,192.",
+  "Assumed mean number of tokens of a response; 0: half of sampling.max_new_tokens, at most 8,192.",
 )
 _MEAN_PROMPT = flags.DEFINE_integer(
-  "mean_prompt", 0, "Mean tokens of a prompt; 0: a quarter of data.max_prompt_tokens."
+  "mean_prompt",
+  0,
+  "Assumed mean number of tokens of a prompt; 0: a quarter of data.max_prompt_tokens.",
 )
 _EXPLAIN = flags.DEFINE_integer(
-  "explain", 0, "For each program, also print this number of source lines: those with most traffic."
+  "explain",
+  0,
+  "For each program, also print the source lines with the most HBM traffic, at most this number.",
 )
 _TEXT = flags.DEFINE_string(
   "text", "", "Also write the compiled programs (HLO text) into this directory."
@@ -156,7 +163,7 @@ def search(
 ) -> list[dict[str, Any]]:
   """Searches for the fastest settings of updates ("train") and of sampling ("decode").
 
-  The search for sampling keeps the best mesh for updates. Returns a row for each compiled
+  The search for sampling keeps the mesh of the fastest updates. Returns a row for each compiled
   candidate. If a search compiles no candidate, its only row has the reason as `error`.
 
   Args:
@@ -191,7 +198,7 @@ def search(
     rows, case = searches[0].report(), searches[0].best or case
   if "decode" in names:
     print_line(
-      f"sampling on {target}: lengths of {case.lengths.mean:,.0f} in the mean and at most "
+      f"sampling on {target}: responses of {case.lengths.mean:,.0f} tokens on average and at most "
       f"{case.lengths.most:,}. A name is slots, cache positions (0: a full window per slot), "
       "tokens of a prefill, mesh.rollout_experts"
     )

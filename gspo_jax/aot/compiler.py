@@ -49,7 +49,8 @@ def devices_of(topology: str, slices: int = 1, target: str = "") -> list:
     TPU_ACCELERATOR_TYPE=chip.host,
     ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # Several processes may compile, since nothing is executed.
   )
-  # A run sees a v4 chip as one device. By default this compiler sees each of its two cores as one.
+  # A v4 chip has two cores, and is one device in a run. By default, the compiler has a device for
+  # each core.
   options = dict(chip_config_name="megacore") if topology.startswith("v4:") else {}
   if number == 1:  # By default the compiler assumes a whole host of four chips.
     options["chips_per_host_bounds"] = (1, 1, 1)
@@ -193,10 +194,10 @@ def _time_bounds(
   mesh: jax.sharding.Mesh,
   work: Mapping[str, Any],
 ) -> dict[str, Any]:
-  """Returns lower bounds on the seconds of one step, as `chips.bound`.
+  """Returns lower bounds on the seconds of a program, as `chips.bound`.
 
-  For decode, `idle_s` is the `serial_s` of a step in which all slots are idle, so that paged
-  attention reads nothing.
+  For decode, they are those of one step. The further result `idle_s` is the `serial_s` of a step in
+  which all slots are idle. Paged attention then reads nothing.
 
   work: row with the result of `_traffic`.
   """

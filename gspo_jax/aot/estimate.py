@@ -1,8 +1,9 @@
 """Computes lower bounds on a program's time, memory and HBM traffic, without compiling the program.
 
 `update_bound` estimates time and memory of an update, so that a search can skip slow settings
-without compiling them. `needed` estimates the HBM traffic that a program cannot avoid. The report
-compares this traffic with that of the compiled program. A device has this traffic:
+without compiling them. `needed` estimates the HBM traffic that a program cannot avoid, and the
+report compares it with the traffic of the compiled program. For each program, `needed` counts this
+traffic of a device:
 
   train    Reads and writes the trained weights and the optimizer state of policy and critic, and
            all gradients. Each micro-batch reads all weights twice, for the forward and the backward
@@ -45,7 +46,7 @@ from gspo_jax.system.meshes import use_mesh
 class LowerBounds:
   """Lower bounds on memory and time of one chip."""
 
-  memory: float  # Bytes.
+  memory: float  # Bytes of a chip's memory.
   seconds: dict[str, float]  # Seconds by resource: compute, hbm, interconnect, network.
 
   @property
@@ -70,11 +71,11 @@ def update_bound(case: Case, mesh: jax.sharding.Mesh, topology: str) -> LowerBou
     compute       The model's matrix products, including recomputed ones.
     hbm           An update reads and writes the state, and writes the gradients. Each micro-batch
                   reads the weights twice (experts and head twice per chunk), and writes and reads
-                  the saved activations. Each of several micro-batches also reads and writes the sum
-                  of gradients.
-    interconnect  Each pass gathers the weights over `fsdp`. Their gradients are scattered. Tokens
-                  are sent over `expert` and `tensor`. A transfer has the speed of its axis
-                  (`links`).
+                  the saved activations. If there are several micro-batches, each also reads and
+                  writes the sum of gradients.
+    interconnect  Forward pass and recomputation gather the weights over `fsdp`. Gradients of
+                  weights are scattered, unless only adapters are trained. Tokens are sent over
+                  `expert` and `tensor`. A transfer has the speed of its axis (`links`).
     network       An update sums the gradients over slices once.
   """
   case = resolve_remat(case, mesh)
@@ -167,7 +168,7 @@ def device_bytes(tree: Any) -> float:
 
 
 def _received_fraction(mesh: jax.sharding.Mesh, axis: str) -> float:
-  """Fraction of a gathered array received from other devices of the axis."""
+  """Returns the fraction of a gathered array on other devices before gathering."""
   return 1 - 1 / mesh.shape[axis]
 
 

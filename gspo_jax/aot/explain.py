@@ -8,7 +8,7 @@ from gspo_jax.aot.hlo_costs import Costs, Item
 
 
 def lines(costs: Costs, number: int, scale: float = 1.0) -> Iterator[str]:
-  """Yields the source lines with the most bytes, each with its largest instructions.
+  """Yields the source lines with the most HBM traffic, and their largest instructions.
 
   Args:
     costs: costs of the program.

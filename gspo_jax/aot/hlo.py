@@ -1,8 +1,10 @@
 """Parses a compiled program's HLO text (`compiled.as_text()`) into instructions.
 
 A program consists of computations. A computation is a list of instructions, such as the body of a
-loop or a fusion. Execution begins with the computation named `entry`. An instruction names its
-operands in the same computation. It calls other computations by attributes, e.g. `body=%name`.
+loop or a fusion. Execution begins with the computation `Module.entry`. An instruction names its
+operands, which are instructions of the same computation. It calls other computations by attributes.
+For example, `%loop = f32[8]{0} while(%x), body=%step` has the operand x and calls the computation
+step.
 """
 
 import dataclasses
@@ -97,7 +99,7 @@ class Instruction:
     """Returns the instructions of a conditional's expected branch.
 
     The expected branch is the first one with cuDNN's attention. If no branch has cuDNN's attention,
-    it is the branch for a false condition, which comes first.
+    it is the branch for a false condition, which is listed first.
     """
     listed = re.search(r"branch_computations=\{([^}]*)\}", self.attributes)
     names = re.findall(r"[\w.\-]+", listed[1]) if listed else []
@@ -149,9 +151,10 @@ class Instruction:
 class Module:
   """A compiled program."""
 
-  computations: dict[str, dict[str, Instruction]]  # Instructions by computation and name.
-  entry: str  # Name of the computation to begin with.
-  # File, line and calling frame (0 for none) of each stack frame, by its id.
+  # Dict from a computation's name to its instructions, which are a dict by name.
+  computations: dict[str, dict[str, Instruction]]
+  entry: str  # Name of the computation at which execution begins.
+  # Dict from a stack frame's id to its file, its line, and the calling frame's id (0 for none).
   frames: dict[int, tuple[str, int, int]]
 
 

@@ -7,7 +7,8 @@ loop over chunks of expert rows, which usually has a single chunk.
 `rates` are assumptions about data, by the name of a `jax.named_scope` or of a kernel. The rate of a
 scope, such as the sampler's `refill`, is the trip count of the outermost loop in this scope. The
 rate of a kernel, such as attention to a partly filled cache, is the counted fraction of the
-kernel's bytes.
+kernel's bytes. For example, {"refill": 0.5, "paged_attention": 0.25} counts half an execution of
+the body of the loop in `refill`, and a quarter of the kernel's bytes.
 
 A conditional counts as its branch with cuDNN's attention or, if there is none, as its branch for a
 false condition. In this package a true condition is an exception, such as more expert rows than fit
@@ -57,7 +58,7 @@ class Costs:
   # Executions of collectives and sum of `Sent.bytes`, by kind.
   count: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
   moved: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
-  # Sum of `Sent.wire`, and the part of this sum overlapped with other work.
+  # Sum of `Sent.wire`, and the part of this sum that overlaps other work.
   wire: float = 0.0
   hidden: float = 0.0
   # Sum of `Sent.ring`, and its overlapped part.
@@ -117,13 +118,14 @@ def executed(
 ) -> Iterator[tuple[Instruction, float, float]]:
   """Yields (instruction, number of executions, overlapped fraction) for a whole program.
 
-  Loops, conditionals and calls are replaced by the instructions of their bodies. The fraction is 0
-  except for asynchronous collectives, and for instructions of an asynchronous call that contains a
+  Loops, conditionals and calls are replaced by the instructions of their bodies. The fraction is
+  the part of an instruction's transfers that overlaps other work. It can be above 0 only for
+  asynchronous collectives, for a `recv`, and for instructions of an asynchronous call with a
   collective. Arguments are as in `costs`.
   """
 
   def walk(body: Sequence[Instruction], times: float, rates: Mapping[str, float]) -> Iterator:
-    """Yields these tuples for a body with `times` executions.
+    """Yields the tuples of `executed` for a body with `times` executions.
 
     A rate is for the outermost loop in its scope. Inner loops have their own trip counts.
     """
@@ -160,9 +162,10 @@ def overlapped(
   """Returns the overlapped fraction of each asynchronous collective, by name.
 
   A compiled program's text is in schedule order, so the instructions between a collective's start
-  and its end overlap the collective. A second of such an instruction hides a second of the earliest
-  pending collective. If nothing of this collective remains, it hides a second of the next. If
-  `chip` is None, one instruction with work hides all pending collectives entirely.
+  and its end overlap the collective. A second of these instructions overlaps a second of one
+  pending collective, the earliest that still has a part without overlap. For example, if
+  collectives of 2 and 3 seconds are pending during 4 seconds of instructions, their fractions are 1
+  and 2/3. If `chip` is None, one instruction with work overlaps all pending collectives entirely.
 
   Args:
     body: instructions of a computation.
@@ -300,7 +303,7 @@ def network_bytes(instruction: Instruction) -> float:
 
 
 def _named(kernel: Instruction, name: str) -> bool:
-  """Whether a kernel was given this name."""
+  """Whether a kernel has this name."""
   named = re.fullmatch(rf"{re.escape(name)}(\.\d+)*", kernel.name) is not None
   return named or name in kernel.path.split("/")  # On GPUs the path alone has the name.
 

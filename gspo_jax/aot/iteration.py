@@ -1,8 +1,9 @@
 """Estimates the time of an iteration as the sum of sampling, scoring, updates and publication.
 
-The estimate combines the minimum time of each compiled program (`serial_s` of `chips.bound`) with
-the number of its calls, which follows from assumed response lengths (module `lengths`). It excludes
-verification, evaluation, checkpoints and the host.
+The estimate multiplies the minimum time of each compiled program (`serial_s` of `chips.bound`) by
+the number of its calls, which follows from assumed response lengths (module `lengths`). Decode
+steps with idle slots take less time (`decode_seconds`). The estimate excludes verification,
+evaluation, checkpoints and the host.
 """
 
 import collections
@@ -54,7 +55,7 @@ class Iteration:
 
   @property
   def speed(self) -> float:
-    """Response tokens per second of the whole iteration and per chip."""
+    """Response tokens per chip and per second of the iteration."""
     return self.tokens / self.seconds / self.chips
 
   @property

@@ -1,4 +1,4 @@
-"""Assumed distribution of response lengths, since estimates have no responses."""
+"""Assumed distribution of response lengths, for estimates before anything is sampled."""
 
 import dataclasses
 import functools
@@ -68,5 +68,8 @@ class Lengths:
 
 
 def default_mean(most: int) -> float:
-  """Returns half of `most`, at most 8,192 tokens (typical for competition problems)."""
+  """Returns half of `most`, at most 8,192 tokens.
+
+  A mean of 8,192 tokens is typical of competition problems.
+  """
   return min(8192.0, most / 2)

@@ -3,10 +3,11 @@
 The chips of a TPU slice form a torus, with two links per chip along each axis. The share of a
 collective is the fraction of an axis' speed that the collective uses:
 
-  1    Chips send over both links of an axis. They do so along a whole side of the slice if it has
-       wraparound links (a ring), and if the collective spans several sides.
-  1/2  Chips send over one link of an axis. They do so along a side without wraparound links and
-       along a part of a side. In a permutation, too, each chip sends in one direction only.
+  1    Chips send over both links of an axis. This is so if the collective spans several axes, or
+       a whole side of the slice with wraparound links (a ring).
+  1/2  Chips send over one link of an axis. This is so if the collective spans one axis alone, and
+       there a part of a side, or a side without wraparound links. It is also so for permutations,
+       since each chip sends in one direction.
 
 On v4, v5p and tpu7x, all sides of a slice have wraparound links if each side is a multiple of 4
 chips. Otherwise no side has them (https://docs.cloud.google.com/tpu/docs/v5p: "All 4x4x4 and larger
@@ -63,9 +64,9 @@ class Torus:
     return 1.0 if spans[axis] == self.sides[axis] and self.joined[axis] else 0.5
 
   def network(self, kind: str, members: Sequence[int]) -> float:
-    """Returns the share of a collective's bytes sent over a network.
+    """Returns a chip's bytes over a network, per byte of a collective.
 
-    This share is 0, since the links of a slice also connect its hosts.
+    The result is 0, since the links of a slice also connect its hosts.
     """
     return 0.0
 
@@ -146,7 +147,9 @@ def members(text: str) -> list[int]:
 
 
 def _order(shape: str, transposed: str | None) -> np.ndarray:
-  """Returns the partitions listed by HLO in short form, e.g. [2,4]T(1,0).
+  """Returns the partitions listed by HLO in short form.
+
+  For example, [2,4]T(1,0) lists the partitions 0, 4, 1, 5, 2, 6, 3 and 7.
 
   Args:
     shape: shape to which the partitions 0, 1, ... are reshaped, e.g. "2,4".

@@ -157,7 +157,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """A jitted function with abstract arguments, and assumptions about its costs."""
+  """A jitted function, its abstract arguments, and assumptions about its costs."""
 
   function: Callable
   arguments: tuple[Any, ...]

@@ -143,6 +143,6 @@ def _gigabytes(n: float) -> str:
 
 
 def print_line(text: str) -> None:
-  """Prints a line and flushes stdout, since a pipe would show the line later."""
+  """Prints a line at once: flushes stdout, since a pipe would delay the line."""
   sys.stdout.write(text + "\n")
   sys.stdout.flush()
