@@ -168,7 +168,7 @@ def search(
 
   Args:
     case: configuration and batch to begin with.
-    topology: chips to compile for, e.g. "v5p:4x4x4".
+    topology: chips of one slice, e.g. "v5p:4x4x4".
     names: names of programs. Settings are searched for "train" and "decode" alone.
     tries: maximum number of compiled candidates per search.
     slices: number of TPU slices.

@@ -116,7 +116,7 @@ def examine(program: Program, topology: str, remat: str) -> Compiled:
 
   Args:
     program: program to compile.
-    topology: chips to compile for, e.g. "v5p:4x4x4".
+    topology: chips of one slice, e.g. "v5p:4x4x4", or GPUs.
     remat: `compute.remat` of the program. It determines the number of recomputed operations.
 
   Raises:

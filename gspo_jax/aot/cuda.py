@@ -13,8 +13,8 @@ from gspo_jax.aot import chips
 from gspo_jax.system.accelerators import Chip
 
 CUDA, CUDNN = "13.0.0", "9.19.0"  # Versions installed by the extra aot-cuda.
-# GpuTargetConfigProto of XLA in text format. `chip` is a GPU's entry in `system/accelerators.py`,
-# and `cuda` is this entry's field. Numbers in this text are the same for all supported GPUs.
+# GpuTargetConfigProto of XLA in text format. `chip` is a GPU's entry in `system/accelerators.py`;
+# `cuda` is this entry's field. Numbers in this text are the same for all supported GPUs.
 TEXT = """gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32

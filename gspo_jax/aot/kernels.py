@@ -2,7 +2,7 @@
 
 These bytes may exceed the size of operands and results, since a kernel may read the same block
 several times. A kernel can state its bytes in a cost estimate. JAX's splash attention does not, so
-this module computes its bytes from its grid.
+this module computes the bytes from the kernel's grid.
 """
 
 import math

@@ -104,7 +104,7 @@ def torus_of(topology: str, mesh: jax.sharding.Mesh) -> Links:
 
   Devices without coordinates, such as simulated ones, count as one chip.
 
-  topology: chips of the mesh, e.g. "v5p:4x4x4".
+  topology: chips of one slice, e.g. "v5p:4x4x4", or GPUs, e.g. "h100:2x8".
   """
   if chips.parse(topology)[0].cuda:
     return Switches(tuple(device.process_index for device in mesh.devices.flat))

@@ -1,4 +1,4 @@
-"""Counts the floating-point operations of a GPU program's matrix products in its compiled text.
+"""Counts the floating-point operations of matrix products in a GPU program's compiled text.
 
 Products are dots (also within fusions), calls of cuBLAS, attention of cuDNN, and Pallas kernels. A
 `jax.named_scope("flops=N")` around the call of a Pallas kernel states the kernel's operations.

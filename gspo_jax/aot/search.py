@@ -190,7 +190,7 @@ def find(
   Args:
     program: "train" or "decode".
     lists: candidates, as for `compile_best`.
-    topology: chips to compile for, e.g. "v5p:4x4x4".
+    topology: chips of one slice, e.g. "v5p:4x4x4".
     tries: maximum number of compiled candidates.
     enough: number of fitting candidates to stop at; None for no such limit.
     slices: number of TPU slices.

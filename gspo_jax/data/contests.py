@@ -98,7 +98,7 @@ def _require_single_answer(row: Mapping[str, Any]) -> str:
 
 def _error(reason: str) -> BadRow:
   return BadRow(
-    f"{reason}, and programs are only compared with one expected output. Exclude the row by a "
+    f"{reason}, so programs cannot be verified by one expected output. Exclude the row by a "
     "condition (`where`)"
   )
 

@@ -144,7 +144,7 @@ def _json_row(line: bytes) -> Any:
 
 
 def json_lines(lines: Iterable[bytes], first: int = 1) -> Numbered:
-  """Yields the rows of JSON lines; empty lines are no rows.
+  """Yields the rows of JSON lines, and skips empty lines.
 
   `first` is the number of the first line.
   """

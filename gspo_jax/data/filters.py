@@ -60,7 +60,7 @@ class Condition:
     if isinstance(field, bool | np.bool_):  # JSON writes true, and Python writes True.
       text, value = text.lower(), value.lower()
       if self.op in ORDER or value not in ("true", "false"):
-        raise self._error(field, "true or false is only compared by == or !=, with true or false")
+        raise self._error(field, "the field can only be compared by == or !=, with true or false")
     elif isinstance(field, list | tuple | np.ndarray | Mapping):
       if self.op in ORDER:
         raise self._error(field, "a list or an object has no order")

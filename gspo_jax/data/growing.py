@@ -20,7 +20,7 @@ from gspo_jax.data.rows import Check, Reader
 from gspo_jax.settings.data import DataConfig, DataError
 from gspo_jax.system import hosts
 
-Lengths = dict[str, list[int]]  # File to [number of bytes in use, CRC-32 of these bytes].
+Lengths = dict[str, list[int]]  # Dict from file to [number of bytes in use, their CRC-32].
 
 
 def load(

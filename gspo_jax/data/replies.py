@@ -7,7 +7,7 @@ trim white space. The prompt itself may end with an empty thought, or with an op
 (`<think>`), which the continuation must close.
 
 If the prompt ends with an empty thought, the response's thought is removed first. If there is no
-template, or if the template cannot render the response completely and after the prompt, then the
+template, or if it changes the prompt or drops part of the response (`_continuation_in`), the
 continuation is the response itself, with at most one change:
 
 - If the response begins with the prompt's last tag, this tag is removed.
@@ -62,8 +62,8 @@ def continuation(
 def without_repeated_tag(prompt: str, response: str) -> str:
   """Removes a response's first tag if the prompt ends with the same tag.
 
-  For a truncated response, the result is the continuation: templates render finished responses
-  only.
+  For a truncated response, the result is the continuation, because templates render only finished
+  responses.
   """
   tag, space = _last_tag(prompt)
   text = response.lstrip()
@@ -139,8 +139,8 @@ def _without_added_space(tok: Tokenizer, prompt: str, text: str) -> str:
 def _up_to_stop(text: str, response: str, stops: Sequence[str]) -> str | None:
   """Cuts a rendered response before its stop token.
 
-  If the text has no stop token, it is cut after the response. Returns None if the text lacks part
-  of the response, apart from tags and white space.
+  If there is no stop token, the text is not cut, and ends with the response's white space. Returns
+  None if the text lacks part of the response, apart from tags and white space.
   """
   end = 0
   for part in filter(None, map(str.strip, _TAG.split(response))):

@@ -80,7 +80,7 @@ class HFTokenizer:
   special_tokens: dict[str, str]  # Dict from name (bos_token, eos_token, ...) to text.
   add_bos: bool  # Whether plain prompts begin with bos. (Chat templates write bos themselves.)
   pad_id: int
-  stop_ids: tuple[int, ...]  # The first one ends demonstrations (`_turn_end`, else eos).
+  stop_ids: tuple[int, ...]  # The first, the end of a turn or else eos, ends demonstrations.
   vocab_size: int  # Largest id + 1.
   # Optional arguments of the chat template.
   arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -312,7 +312,8 @@ def load_for(
     tok = _remove_special_tokens(tok, vocab_size)
   if tok.vocab_size > vocab_size:
     raise TokenizerError(
-      f"tokenizer {path!r} needs {tok.vocab_size} tokens, more than model.vocab_size={vocab_size}"
+      f"tokenizer {path!r} has token ids up to {tok.vocab_size - 1}, too many for"
+      f" model.vocab_size={vocab_size}"
     )
   return tok
 

@@ -62,6 +62,6 @@ def find(name: str, tokenizer: Any) -> Make | None:
   limit_s = time_limit(make)
   if not (isinstance(limit_s, int | float) and 0 < limit_s < math.inf):
     raise ValueError(
-      f"{label}: time_limit_s of {function} is {limit_s!r:.40}: set it to seconds, a number above 0"
+      f"{label}: time_limit_s of {function} is {limit_s!r:.40}: set it to seconds, above 0"
     )
   return Factory(make, tokenizer, float(limit_s))
