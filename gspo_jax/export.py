@@ -3,10 +3,9 @@
   python -m gspo_jax.export RUN DIR [--dtype=bfloat16] [--tokenizer=DIR] [--adapters]
 
 RUN is a checkpoint or a workdir. If RUN is a workdir, its newest checkpoint of RL is exported, or
-of the cold start if there is none of RL.
-transformers, vLLM and `--config.weights=DIR` can read DIR. Adapters are merged into the weights.
-With --adapters, only the adapters are written, in PEFT's format. The command runs on the CPU, and
-needs memory for one copy of the weights.
+of the cold start if there is none of RL. transformers, vLLM and `--config.weights=DIR` can read
+DIR. Adapters are merged into the weights. With --adapters, only the adapters are written, in PEFT's
+format. The command runs on the CPU, and needs memory for one copy of the weights.
 """
 
 import json
