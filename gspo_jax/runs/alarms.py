@@ -1,9 +1,10 @@
 """Alarms: warnings about metrics, before a run fails.
 
-Runs of GRPO with long responses or experts fail slowly: the entropy vanishes, the ratio drifts from
-1, the gradient jumps, the reward falls and does not recover (arXiv:2507.18071, §3). Each alarm has
-a condition on metrics. Most conditions have a threshold in the section `alarms`. A warning is
-printed when the condition becomes true. The metric `warning/<name>` is 1 while the condition holds.
+GRPO on long responses, or on mixture-of-experts models, fails slowly: the entropy vanishes, the
+ratio drifts from 1, the gradient jumps, the reward falls and does not recover (arXiv:2507.18071,
+§3). Each alarm has a condition on metrics. Most conditions have a threshold in the section
+`alarms`. A warning is printed when the condition becomes true. The metric `warning/<name>` is 1
+while the condition holds.
 """
 
 import collections
@@ -54,7 +55,8 @@ class Alarms:
     if norm:  # The median excludes norms of 0, such as those of a task that is still too hard.
       usual = statistics.median(self._norms) if len(self._norms) == WINDOW else math.inf
       if c.grad_norm and norm > c.grad_norm * usual:
-        yield "grad_norm", f"gradient norm {norm:.3g}, and the median before is {usual:.3g}"
+        earlier = f"the median of the {WINDOW} norms before is {usual:.3g}"
+        yield "grad_norm", f"gradient norm {norm:.3g}; {earlier}"
       self._norms.append(norm)
     trained = row.get("ratio/mean") != 0  # The mean ratio is 0 if no token was trained on.
     if c.entropy and entropy is not None and entropy < c.entropy and trained:
@@ -100,11 +102,11 @@ class Alarm(NamedTuple):
   page: str = "docs/running.md#alarms"  # Section of the documentation about the alarm.
 
 
-_IDLE = "The gradient has been 0 for five iterations: "
+_IDLE = "The gradient has been 0 for at least five iterations: "
 ALARMS = {
   "grad_norm": Alarm(
     "The gradient norm is far above its usual size.",
-    "If it stays there, lower rl_optimizer.learning_rate.",
+    "If the norm stays large, lower rl_optimizer.learning_rate.",
     "grad_norm",
   ),
   "entropy": Alarm(
@@ -127,11 +129,11 @@ ALARMS = {
   ),
   "mismatch_clips": Alarm(
     "The sampler's rounding alone puts more than a tenth of the responses outside the clip range.",
-    "Choose one of three remedies. objective.old_logp=recompute lets ratios begin at 1, and costs "
-    "a forward pass of the trainer. Larger objective.clip_low and objective.clip_high cost no "
-    "time, but permit larger updates. objective.old_logp=behaviour with "
-    "objective.correction.name=masked costs a forward pass too, and drops responses outside the "
-    "range of the correction.",
+    "Choose one of three remedies. If you set objective.old_logp=recompute, ratios begin at 1, but "
+    "each iteration needs a forward pass of the trainer. If you raise objective.clip_low and "
+    "objective.clip_high, no time is lost, but updates may be larger. If you set "
+    "objective.old_logp=behaviour and objective.correction.name=masked, each iteration needs a "
+    "forward pass, and responses outside the range of the correction are masked.",
     "clip_fraction/sequence",
     "docs/sampling.md#rollouts-in-eight-bits",
   ),
@@ -157,14 +159,14 @@ ALARMS = {
   ),
   "reward": Alarm(
     "The reward has fallen far below its best.",
-    "Lower rl_optimizer.learning_rate, and start a new run from an earlier checkpoint, with the "
-    "configuration key weights.",
+    "Start a new run with a lower rl_optimizer.learning_rate from an earlier checkpoint, which the "
+    "key weights names.",
     "reward/mean",
   ),
   "unknown": Alarm(
     "The verifier gives no verdict on many responses.",
-    "Read these responses and the reasons. The run's directory unknown/ has those of training, and "
-    "rollouts/eval_*.jsonl has those of evaluations.",
+    "Read these responses and the reasons. Responses of training are in unknown/*.jsonl of the "
+    "run's directory, and responses of evaluations are in rollouts/eval_*.jsonl.",
     "verifier/unknown",
     "docs/rewards.md#unknown-is-not-wrong",
   ),
@@ -209,9 +211,9 @@ def advice(name: str) -> str:
 
 WINDOW = 10  # Number of iterations over which medians and means are computed.
 IDLE_ITERATIONS = 5  # Consecutive iterations with a gradient of 0 before a warning.
-MASKED = 0.9  # From this share of truncated responses on, truncation explains a gradient of 0.
-TAIL = 0.1  # No warning up to this share of tokens with a ratio above 2 or below 1/2.
-OUTSIDE = 0.1  # No warning up to this share of responses outside the clip range.
+MASKED = 0.9  # Smallest share of truncated responses that explains a gradient of 0.
+TAIL = 0.1  # Largest share of tokens with a ratio above 2 or below 1/2 that causes no warning.
+OUTSIDE = 0.1  # Largest share of responses outside the clip range that causes no warning.
 
 
 class Bound(NamedTuple):
@@ -220,7 +222,7 @@ class Bound(NamedTuple):
   name: str
   metric: str
   limit: Callable[[AlarmConfig, Mapping[str, Any]], float]  # A limit of 0 disables the alarm.
-  text: str  # Format of the warning, with the metric's value and the clip range.
+  text: str  # Format string of the warning. Its arguments are metric value and clip range.
 
 
 def _ratio_limit(config: AlarmConfig, row: Mapping[str, Any]) -> float:
@@ -245,8 +247,9 @@ def _ratio_tail_limit(config: AlarmConfig, row: Mapping[str, Any]) -> float:
   return TAIL + mismatch if config.ratio else 0.0
 
 
-# Mean over responses of |mean over tokens of trainer minus sampler log-prob|. In a mean without
-# absolute value, errors of different responses would cancel.
+# Mean over responses of |d|, where d is the trainer's log-prob minus the sampler's log-prob, as a
+# mean over the response's tokens. Without the absolute value, errors of different responses would
+# cancel.
 _DISTANCE = "mismatch/sequence/abs/mean"
 _BOUNDS = (
   Bound(
@@ -294,8 +297,9 @@ def _outside_range(row: Mapping[str, Any]) -> float | None:
 
   Let d be a response's log-prob difference between trainer and sampler, as a mean over tokens. The
   estimate assumes that d is normal over responses, with mean 0 and standard deviation σ. Then the
-  mean of |d| is σ √(2/π), and the row has this mean. The result is None if the row lacks this mean
-  or the clip range, if old log-probs are recomputed, or if a correction masks responses.
+  mean of |d| is σ √(2/π). The row has this mean as `mismatch/sequence/abs/mean`. The result is None
+  if the row lacks this mean or the clip range, if old log-probs are recomputed, or if a correction
+  masks responses.
   """
   distance, clip_range = _finite(row.get(_DISTANCE)), _finite(row.get("clip_range"))
   remedies = row.keys() & {"mismatch/recomputed", "correction/masked"}

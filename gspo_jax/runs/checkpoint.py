@@ -1,12 +1,13 @@
 """Checkpoints with Orbax: the training state (arrays) and the host state (JSON).
 
 The host state is a dict with three keys. `position` locates the resume point, such as the place in
-the data. `pending` is a metrics row still to be reported, or None. `rows` is the number of rows in
-metrics.jsonl.
+the data. `pending` is a metrics row still to be reported, or None. `rows` is the number of rows of
+training in metrics.jsonl.
 
 Orbax writes to a temporary path, and renames it at the end. So a killed process leaves either a
-whole checkpoint or none. Orbax does not detect a flipped bit in an array. So one JSON has the host
-state and checksums of all arrays (integrity.py), and a checksum of itself (`system.files.seal`).
+whole checkpoint or none. Orbax does not detect a flipped bit in an array. So the JSON of the host
+state also has checksums of all arrays (integrity.py), and a checksum of itself
+(`system.files.seal`).
 """
 
 import contextlib
@@ -56,9 +57,9 @@ class Checkpointer:
   def __init__(self, workdir: str | Path, phase: str, config: CheckpointConfig):
     """Opens the directory. Raises WriteError, or DamagedError for unreadable metadata."""
     self.directory, self.config = config.phase_directory(workdir, phase), config
-    # The best checkpoint has the largest `_sign` times metric `_best`.
+    # The best checkpoint has the largest product of `_sign` and the metric named `_best`.
     self._best, self._sign = config.best, 1 if config.best_is == "largest" else -1
-    self._last = time.monotonic()  # Time of the last save; at first, time of the opening.
+    self._last = time.monotonic()  # Time of the last save, or of opening before the first save.
     self._mirror = Mirror(workdir, config.directory)
     self._failure: BaseException | None = None  # Error of a failed save.
     rules = [policies.LatestN(config.keep)]
@@ -77,7 +78,7 @@ class Checkpointer:
       cleanup_tmp_directories=True,
       async_options=ocp.AsyncOptions(
         post_finalization_callback=self._complete,
-        # Otherwise a directory that cannot be created is reported after twenty minutes only.
+        # With True, Orbax would report a directory that cannot be created only after 20 minutes.
         create_directories_asynchronously=False,
       ),
     )
@@ -92,7 +93,7 @@ class Checkpointer:
     self._seconds: float | None = None
 
   def latest(self) -> int | None:
-    """Returns the step of the newest checkpoint, running saves included; None if there is none."""
+    """Returns the newest checkpoint's step; None if there is none. A running save counts too."""
     return self._manager.latest_step()
 
   def newest(self) -> str:
@@ -104,7 +105,7 @@ class Checkpointer:
 
   def is_time(self) -> bool:
     """Whether `checkpoint.every_minutes` have passed since the last save, by the first host's
-    clock. Collective: call it on all hosts."""
+    clock. Always False if this key is 0. Collective: call it on all hosts."""
     minutes = self.config.every_minutes
     return minutes > 0 and hosts.broadcast(time.monotonic() - self._last >= 60 * minutes)
 
@@ -179,7 +180,7 @@ class Checkpointer:
 
     Raises:
       DamagedError: the checkpoint cannot be read, or differs from its checksums.
-      ValueError: arrays differ from `like`; the message names one array.
+      ValueError: names or shapes of arrays differ from `like`; the message names one array.
     """
     path = self.directory / str(step)
     host_of(path)  # Rejects a checkpoint of another phase, whose arrays may differ.
@@ -210,7 +211,10 @@ class Checkpointer:
     return {} if seconds is None else {"checkpoint/seconds": seconds}
 
   def close(self) -> None:
-    """Waits until the last checkpoint is on disk. Raises WriteError."""
+    """Waits until the last checkpoint is on disk. Updates the workdir's copy (mirror.py).
+
+    Raises WriteError if a file cannot be written.
+    """
     self._wait()
     self._manager.close()
     if self._saving and hosts.is_first():
@@ -218,13 +222,13 @@ class Checkpointer:
         self._mirror.copy()  # Includes rows written since the last save.
 
   def _score(self, metrics: Mapping[str, float]) -> float:
-    """Returns the metric that ranks checkpoints, times the sign; -inf if it was not measured."""
+    """Returns `_sign` times the ranking metric; -inf if it was not measured."""
     return self._sign * metrics.get(self._best, -self._sign * math.inf)
 
   def _wait(self) -> None:
     """Waits for the save in the background.
 
-    Raises the error of a failed save at once, since Orbax might wait forever for other hosts.
+    Raises WriteError as soon as the save fails, since Orbax might wait forever for other hosts.
     """
     step, _ = self._saving or (None, None)
     with self._write_errors(self.directory / str(step)):
@@ -356,10 +360,10 @@ def readable(path: epath.Path) -> Iterator[None]:
 def require_shapes(
   named: str, stored: Mapping[str, Any], expected: Mapping[str, Any], hint: str = ""
 ) -> None:
-  """Raises ValueError for the first array with an unexpected shape.
+  """Raises ValueError for the first missing, unexpected or differently shaped array.
 
   Args:
-    named: the checkpoint, as the error message names it.
+    named: description of the checkpoint, which begins the error message.
     stored: shape of each stored array.
     expected: shape of each expected array.
     hint: end of the error message, such as a remedy.
@@ -384,7 +388,7 @@ def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 def save_state(directory: str | Path, state: Any) -> None:
-  """Writes one state alone, for `restore_state`."""
+  """Writes arrays without host state and checksums, for `restore_state`."""
   options = ocp.AsyncOptions(create_directories_asynchronously=False)
   with ocp.StandardCheckpointer(async_options=options) as writer:
     writer.save(epath.Path(directory), state, force=True)

@@ -1,7 +1,7 @@
 """Checksums of weights, held-out problems and user functions named in a configuration.
 
-A resumed run must find the same contents under these names. Otherwise the reference of the KL
-penalty, the reward or the problems behind the accuracy would change. For speed, only some blocks of
+A resumed run must find the same contents under these names. Otherwise the reference policy of the
+KL penalty, the reward or the problems of the accuracy would change. For speed, only some blocks of
 a large file are read. A repository of the hub is pinned to a commit, and needs no checksum.
 `data.sources.Batches` compares the training data.
 """
@@ -53,7 +53,7 @@ def describe(
 
 
 def _functions(config: RunConfig) -> Iterator[tuple[str, str]]:
-  """Yields (key, value) of each key for a user function."""
+  """Yields (key, value) of each possible name of a user function."""
   if config.job == "sft":
     return
   yield "reward.name", config.reward.name

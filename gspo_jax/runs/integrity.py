@@ -43,7 +43,7 @@ def _sums(tree: Any) -> dict[str, jax.Array]:
 
 
 def _sum(x: jax.Array) -> jax.Array:
-  """Mixes the bits of each value as MurmurHash3 does, and sums them modulo 2^32."""
+  """Hashes the bits of each value with MurmurHash3's finalizer; returns the sum modulo 2^32."""
   bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
   bits = (bits ^ bits >> 16) * np.uint32(0x85EBCA6B)
   bits = (bits ^ bits >> 13) * np.uint32(0xC2B2AE35)

@@ -46,8 +46,8 @@ def compute(metrics: Mapping[str, Any]) -> Row:
 class Stopwatch:
   """Measures seconds per stage of a step.
 
-  The time of a nested stage counts for the nested stage only. Compilation is such a stage, named
-  `compile`. Seconds are those of the host: asynchronous work of the devices is not measured.
+  The time of a nested stage counts for the nested stage only. Compilation counts as such a stage,
+  named `compile`. Times are measured on the host, so they exclude asynchronous work of the devices.
   """
 
   def __init__(
@@ -124,7 +124,7 @@ def memory() -> dict[str, float]:
 class Writer(contextlib.AbstractContextManager):
   """Appends metrics rows to `metrics.jsonl` and TensorBoard, and writes samples to `rollouts/`.
 
-  On several hosts one process writes. The other processes pass `active=False` and write nothing.
+  In a run on several hosts, only the first process writes. The other processes pass `active=False`.
   """
 
   def __init__(
@@ -262,7 +262,7 @@ class Writer(contextlib.AbstractContextManager):
     write_whole(path, (line + "\n" for line in lines))
 
   def close(self) -> None:
-    """Closes metrics.jsonl and the event files. (The W&B run ends with the `with` block.)"""
+    """Closes metrics.jsonl and the event files. `__exit__` also ends the W&B run."""
     if not self._active:
       return
     self._file.close()
@@ -296,7 +296,9 @@ class Writer(contextlib.AbstractContextManager):
 
 
 def read_rows(path: str | os.PathLike) -> list[Row]:
-  """Reads metrics rows. Ignores an incomplete last line, as kill -9 may leave one.
+  """Reads metrics rows; [] if the file does not exist.
+
+  An incomplete last line is ignored, since `kill -9` may leave such a line.
 
   Raises:
     ValueError: a line is not a JSON object with a step; the message names the line.

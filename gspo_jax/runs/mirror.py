@@ -2,8 +2,8 @@
 
 A preempted machine loses its disk and the workdir on the disk. So each save of a checkpoint also
 copies the workdir to `checkpoint.directory`, except the files and folders in EXCLUDED. The
-checkpoint becomes complete only after this copy. If the workdir has no config.json, a run with the
-same `checkpoint.directory` resumes from the copy.
+checkpoint becomes complete only after this copy. A run whose workdir has no config.json resumes
+from the copy in its `checkpoint.directory`.
 """
 
 import sys
@@ -43,7 +43,7 @@ class Mirror:
     return True
 
   def copy(self) -> None:
-    """Copies new and changed files to the target. Raises WriteError if one cannot be written."""
+    """Copies new and changed files to the target. Raises WriteError if a copy cannot be written."""
     if self.target is None:
       return
     for name in list(_files(self._workdir)):

@@ -34,11 +34,11 @@ from gspo_jax.structs import (
 from gspo_jax.system import hosts, jsons
 
 ABOUT = "failure.json"
-LIMIT = 8  # Consecutive skipped updates before a run ends.
+LIMIT = 8  # Number of consecutive skipped updates that ends a run.
 
 
 class NonFiniteError(ArithmeticError):
-  """Metrics are NaN or infinite; `names` lists these metrics."""
+  """Metrics are NaN or infinite, or updates were skipped. `names` lists these metrics."""
 
   def __init__(self, message: str, names: tuple[str, ...]):
     super().__init__(message)
@@ -56,8 +56,8 @@ class Guard:
   Args:
     home: directory for `failures/`.
     config: the run's configuration, as JSON.
-    on_nonfinite: "stop" ends the run at the first non-finite update, "skip" continues without the
-      update.
+    on_nonfinite: "stop" ends the run at the first non-finite update, and "skip" continues without
+      the update.
     updates: gradient updates per step of the phase.
     keep: number of newest steps whose mini-batches are kept.
     limit: if `on_nonfinite` is "skip", this many consecutive skipped updates end the run.
@@ -86,8 +86,8 @@ class Guard:
   ) -> TrainState:
     """Accepts a new or restored state; returns the state to train on.
 
-    If `on_nonfinite` is "stop", the state's count of skipped updates is reset. A positive count
-    would make the update function skip every update.
+    If `on_nonfinite` is "stop", the state's count of skipped updates is reset, because the update
+    function would skip every update if the count were positive.
 
     Args:
       state: new or restored training state.
@@ -131,7 +131,8 @@ class Guard:
     step, index = row["step"], 0
     if skipped and self._on_nonfinite == "stop":
       # The offending update and all later updates are skipped, so the number of skipped updates
-      # locates the offending one. (`state.step` also excludes updates with a gradient of 0.)
+      # locates the offending one. `state.step` would not, since it does not count updates with a
+      # gradient of 0.
       tried = step * self._updates - skipped
       step, index = tried // self._updates + 1, tried % self._updates
     batches = dict(self._batches).get(step, ())[index:]
@@ -159,8 +160,8 @@ class Guard:
   def check_saved(self, phase: str, step: int, state: TrainState) -> None:
     """Raises `NonFiniteError` before a save if updates were skipped and `on_nonfinite` is "stop".
 
-    The metrics rows of these updates may not have been checked yet. A run that resumes from this
-    checkpoint would lack the updates without a message.
+    The metrics rows of these updates may not have been checked yet. If the checkpoint were saved, a
+    resumed run would lack the updates, and no message would report that.
     """
     if self._on_nonfinite == "stop":
       skipped = int(jax.device_get(state.skipped))

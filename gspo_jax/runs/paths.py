@@ -1,4 +1,4 @@
-"""Checks of a configuration's paths: are they set, found, writable and outside the workdir?"""
+"""Checks of a configuration's paths: are they set, existing or writable, outside the workdir?"""
 
 from pathlib import Path
 
@@ -7,12 +7,17 @@ from gspo_jax.system import files, hub
 
 
 def batch_file(directory: Path, step: int) -> Path:
-  """Returns the file for the batch of iteration `step`, written if `rl.record` is set."""
+  """Returns the file of an iteration's batch, for `rl.record` and `rl.replay`."""
   return directory / f"{step:06d}.json"
 
 
 def check_paths(config: RunConfig, workdir: Path | None = None) -> None:
-  """Checks all paths of a configuration. Raises ValueError, naming the keys to set or change."""
+  """Checks paths of a configuration. Raises ValueError; the message names the keys to change.
+
+  Args:
+    config: configuration of the run.
+    workdir: directory of the run; None to skip the checks that need it.
+  """
   _check_required(config)
   if config.rl.replay:
     _check_replay(config.rl.replay, config.rl.iterations)

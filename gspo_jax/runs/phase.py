@@ -37,7 +37,7 @@ class Phase:
     guard: check for NaN and infinity.
     goodput: wall-time shares of the whole run.
     alarms: thresholds of warnings; None for no warnings.
-    at_most: whether `total` is an upper bound, since the phase may end early.
+    at_most: whether the phase may end before `total` steps.
   """
 
   def __init__(
@@ -62,18 +62,19 @@ class Phase:
   def resume(
     self, like: Callable[[], TrainState], start: Callable[[], TrainState]
   ) -> tuple[int, TrainState, Row | None]:
-    """Returns (step, state, host_state) of the newest checkpoint.
+    """Returns (step, state, host_state) of the newest undamaged checkpoint.
 
     If there is no checkpoint, returns (0, start(), None). `host_state` is the dict that `save`
-    stored with the arrays; its keys are `position`, `pending` and `rows`. Rows of later steps are
-    removed from metrics.jsonl.
+    stored with the arrays; its keys are `position`, `pending` and `rows`. Rows of steps after the
+    checkpoint are removed from metrics.jsonl.
 
     Args:
       like: returns the abstract state, for the layout of the restored arrays.
       start: returns the initial state.
 
     Raises:
-      ValueError: metrics rows before the checkpoint are missing; the message says what to do.
+      ValueError: all checkpoints are damaged, a checkpoint has other arrays than `like`, or metrics
+        rows before the checkpoint are missing.
     """
     if restored := self._checkpoints.restore_newest(like):
       step, state, host = restored
@@ -110,7 +111,7 @@ class Phase:
     """
     warned = not hosts.is_first()
     for step in range(self._done + 1, self._total + 1):
-      self._pending = None  # The resume point is the previous step, and its row is reported.
+      self._pending = None  # The resume point is the previous step, whose row has been reported.
       preemption.check()
       warning = preemption.too_long()
       if warning and not warned and step > self._done + 2:  # The first step compiles.
@@ -134,7 +135,8 @@ class Phase:
     Args:
       step: number of finished steps.
       state: training state after `step`.
-      position: returns JSON to continue from after `step`, such as the position in the data.
+      position: returns a dict from which training continues after `step`, such as the position in
+        the data. JSON can represent the dict.
       pending: metrics row of `step`, if its evaluation is not finished yet; else None. A resumed
         run finishes the evaluation and reports this row.
     """
@@ -175,9 +177,9 @@ class Phase:
     """Saves the resume point.
 
     Args:
-      row: metrics row with `checkpoint.best`, which ranks checkpoints; None to save without a rank.
+      row: metrics row with the metric that `checkpoint.best` names; None if it was not measured.
     """
-    self.flush()  # Rows of the checkpoint's steps are on file before the checkpoint.
+    self.flush()  # A checkpoint must not be newer than the rows of its steps.
     self._guard.check_saved(self._name, self._step, self._state)
     pending = None if self._pending is None else compute(self._pending)
     self._writer.sync()  # Written rows survive a crash of the machine.

@@ -1,4 +1,4 @@
-"""JAX profiler traces of one stage in one iteration, or of the stage's first steps."""
+"""Traces of JAX's profiler: one stage in one iteration, or the first steps of this stage."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from gspo_jax.settings.training import ProfileConfig
 
 
 class Profiler:
-  """Writes the trace configured in section `profile`, and serves live profiles.
+  """Writes the trace configured in section `profile`. Serves live profiles at `profile.port`.
 
     with profiler("update", iteration):
       for batch in batches:
@@ -58,7 +58,7 @@ class Profiler:
     Args:
       stage: stage of the steps.
       steps: number of dispatched steps.
-      result: arrays to wait for before the trace ends; None for none.
+      result: arrays of the last step. The trace ends when they are computed. None to end at once.
     """
     if self._remaining is None or stage != self._config.stage or not self._config.steps:
       return

@@ -13,14 +13,14 @@ from gspo_jax.system.text import clock_text
 
 
 class Progress(contextlib.AbstractContextManager):
-  """Shows progress as a bar on a terminal, or as a line every `interval` seconds in a log.
+  """Shows progress as a bar on a terminal, or as lines at least `interval` seconds apart in a log.
 
   Args:
     phase: name of the phase.
     total: number of steps in the phase.
     start: number of steps finished before this process.
     active: whether this process shows progress; True on one process only.
-    interval: seconds between lines in a log.
+    interval: minimum number of seconds between lines in a log.
     delay: seconds before the bar, or the first line of `update`, appears.
     at_most: whether the phase may end before `total` steps.
     stream: output; None for standard error.
@@ -46,7 +46,8 @@ class Progress(contextlib.AbstractContextManager):
     self._due, self._printed = clock() + delay, False  # Time of the next line in a log.
     self._stream = sys.stderr if stream is None else stream
     self._accuracy: float | None = None
-    self._first: tuple[int, float] | None = None  # (step, time) after compilation.
+    # Step and time of the first update in this process. Earlier time includes compilation.
+    self._first: tuple[int, float] | None = None
     self._active, self._bar = active, None
     if active and self._stream.isatty():
       self._bar = tqdm(

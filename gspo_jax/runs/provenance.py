@@ -38,7 +38,8 @@ def check_configuration(
     flag: command-line flag of the directory, for the error message.
 
   Raises:
-    ValueError: config.json has another configuration, and `resume` is not "force".
+    ValueError: config.json is damaged; or it has another configuration, and `resume` is not
+      "force".
   """
 
   def compare() -> dict[str, Any]:
@@ -121,8 +122,8 @@ def record(
 def changes(recorded: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
   """Returns lines `key: old -> new` for changed keys. [] for a new run.
 
-  A configuration that an older version of the package recorded may lack keys. Its run behaved as
-  with the defaults of these keys, so the defaults are compared.
+  If an older version of the package recorded the configuration, it may lack keys. A missing key
+  counts as having its default, since the older version behaved like the default.
   """
   if not recorded:
     return []

@@ -55,7 +55,7 @@ class EventFile:
 
   def __init__(self, directory: Path, purge_step: int | None):
     """Opens a new file. TensorBoard hides older events at or above `purge_step`."""
-    # tensorboardX would import torch for the name of one type, which takes a second and 0.2 GB.
+    # tensorboardX would import torch, for the name of one type. That takes a second and 0.2 GB.
     absent = sys.modules.setdefault("torch", None) is None
     try:
       from tensorboardX import event_file_writer

@@ -46,13 +46,13 @@ class RunCheckpoint:
 
   @property
   def adapters(self) -> LoraConfig:
-    """Configuration of the adapters in the checkpoint. SFT checkpoints have no adapters."""
+    """Configuration of the LoRA adapters in the checkpoint. SFT checkpoints have no adapters."""
     values = self.config.get("lora", {}) if self.path.parent.name == "rl" else {}
     return LoraConfig(**_with_tuples(values))
 
   @property
   def tokenizer(self) -> str:
-    """Name of the run's tokenizer, a value for the key `tokenizer`."""
+    """Name of the run's tokenizer: a value for the key `tokenizer`. The default is "bytes"."""
     recorded = self.config.get("provenance", {})
     return recorded.get("tokenizer") or self.config.get("tokenizer") or "bytes"
 
@@ -80,9 +80,10 @@ class RunCheckpoint:
     """
     if int(self.path.name) in (steps := checkpoint.finished(self.path.parent)):
       return
-    others = f"complete steps: {', '.join(map(str, steps))}" if steps else "the phase has none"
+    listed = ", ".join(map(str, steps)) or "none"
     raise ValueError(
-      f"{self.key}={name or str(self.path)!r} is not a complete checkpoint; {others}"
+      f"{self.key}={name or str(self.path)!r} is not a complete checkpoint. Complete steps of this "
+      f"phase: {listed}"
     )
 
   def load(self, model: ModelConfig, mesh: jax.sharding.Mesh, dtype: Any) -> Any:
@@ -140,7 +141,7 @@ class RunCheckpoint:
       return restored["params"]
     except checkpoint.DamagedError as error:
       steps = [s for s in checkpoint.finished(self.path.parent) if s < int(self.path.name)]
-      before = f"; the checkpoint before is {self.path.parent / str(steps[-1])}" if steps else ""
+      before = f"; the previous checkpoint is {self.path.parent / str(steps[-1])}" if steps else ""
       raise ValueError(f"{self.key}={self.path} is damaged: {error.why}{before}") from error
 
   def _require_finite(self, params: Any) -> None:
@@ -210,8 +211,9 @@ class WeightSource:
   def model(self, configured: ModelConfig) -> ModelConfig:
     """Returns the configuration of the weights' model.
 
-    The result is `configured` if it is equal, if the weights are random or unnamed, or if the other
-    run recorded no model. Raises ValueError for a missing or invalid config.json.
+    The result is `configured` if both models are equal, if the weights are random or unnamed, or if
+    the weights are a checkpoint of a run that recorded no model. Raises ValueError for a missing or
+    invalid config.json.
     """
     if self.name in ("", RANDOM) or (self.checkpoint and not self.checkpoint.model):
       return configured
@@ -294,7 +296,9 @@ def resolve(key: str, name: str, recorded: Mapping[str, Any]) -> WeightSource:
 
 
 def find(name: str, key: str = "weights") -> RunCheckpoint | None:
-  """Finds a run's checkpoint by name; None for names of other sources.
+  """Finds a run's checkpoint by name.
+
+  Returns None if the name means random weights or a published model.
 
   Args:
     name: workdir, directory of a phase's checkpoints, or checkpoint.

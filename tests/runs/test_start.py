@@ -261,7 +261,7 @@ def test_a_damaged_checkpoint_is_named_with_the_one_before(tmp_path):
       content[i] ^= 1
     path.write_bytes(content)
   with pytest.raises(
-    ValueError, match=r"4 is damaged: .*; the checkpoint before is .*checkpoints/sft/2"
+    ValueError, match=r"4 is damaged: .*; the previous checkpoint is .*checkpoints/sft/2"
   ):
     begins_with(tmp_path / "new", tmp_path / "source")
   assert last.exists()  # it is another run's: nothing is set aside
