@@ -25,14 +25,15 @@ from gspo_jax.runs.metrics import Row
 ByPhase = Mapping[str, Sequence[Row]]  # Rows of metrics by phase: {phase: [row, ...]}.
 Table = Mapping[str, Mapping[int, float | None]]  # Columns of metrics: {metric: {step: value}}.
 
-# The next two limits let the page open quickly. More detail would not be visible. All runs of a
-# page share the limits.
-MAX_POINTS = 800  # Points per curve. In a chart with more than four curves, each has fewer points.
+# The next two limits let the page open quickly. More detail would not be visible. If a page has
+# several runs, they share the limits.
+MAX_POINTS = 800  # Points per curve. Curves of stacks and of charts with many curves have fewer.
 MAX_CELLS = 16_000  # Cells of a heat map.
 MIN_LOG_RATIO = 100  # Minimum ratio of large to small values for a logarithmic axis.
-CUT_RATIO = 2.5  # Values above this multiple of the 90th percentile are cut off in bars and cells.
+# In stacks and heat maps, values above this multiple of the 90th percentile are cut off.
+CUT_RATIO = 2.5
 INTERVAL = re.compile(r"eval/.+/(low|high)")  # Bounds of another metric's interval.
-# Metrics in percent. The unit of other metrics without a declared chart is "number".
+# Metrics without a declared chart that are shown in percent. All others have the unit "number".
 SHARE = re.compile(r"eval/(.+/)?(accuracy|greedy|pass@\d+|truncated_fraction)")
 VALUES = ("y", "low", "high")  # Fields of a curve's dict that have its values.
 # Values with at most this relative difference count as equal. It is near float32's precision.
@@ -163,11 +164,12 @@ def _usual_top(sizes: Sequence[float]) -> float:
 
 
 def mark_constants(series: Sequence[Row], kind: str = "line") -> None:
-  """Sets `constant` and `count` of constant curves.
+  """Sets `constant`, the value, and `count`, the number of values, of constant curves.
 
   A metric is constant if its values are equal within each run. The page prints such a metric as a
   line of text. A metric of stacked bars is constant only if it is 0, since any other value changes
-  the height of the stack. A metric of a heat map is constant only if it has no values.
+  the height of the stack. A metric of a heat map is constant only if it has no values. Its
+  `constant` is then None.
 
   Args:
     series: curves of a chart, changed in place.
@@ -208,15 +210,15 @@ def _build_curves(figure: Figure, phase: str, table: Table, runs: int) -> Iterab
   """Yields the curves of a figure for one phase of a run.
 
   table: metrics of this phase and run.
-  runs: number of runs on the page. They share the limits MAX_POINTS and MAX_CELLS.
+  runs: number of runs on the page, which share the limits MAX_POINTS and MAX_CELLS.
   """
   lines = [(line, *pair) for line in figure.lines for pair in _expand(line.key, table)]
   limit = MAX_POINTS // runs // (3 if figure.kind == "stack" else 1)
   limit = limit * 4 // max(4, len(lines))
   if figure.kind == "heat":
     limit = MAX_CELLS // runs // max(60, len(lines))
-  # A value that is missing in a stack is 0, since the stage did not run. A value that is missing in
-  # another chart was not measured.
+  # In a stack, a missing value counts as 0, since the stage did not run. In other charts it stays
+  # missing, since it was not measured.
   missing = 0.0 if figure.kind == "stack" else None
   common = sorted({step for _, key, _ in lines for step in table[key]})
   for line, key, name in lines:
@@ -261,7 +263,10 @@ def _round_values(curve: Row) -> Row:
 
 
 def _expand(pattern: str, keys: Iterable[str]) -> list[tuple[str, str]]:
-  """Returns pairs of a metric that matches a `Line.key`, and its text at the braces."""
+  """Returns (metric, text at the braces) for each metric matching a `Line.key`.
+
+  Example: for the pattern "lag/{name}", the metric "lag/mean" gives ("lag/mean", "mean").
+  """
   if pattern in keys or not re.search(r"\{(i|name)\}", pattern):  # The name of a metric.
     return [(pattern, "")] if pattern in keys else []
   regex = re.escape(pattern).replace(r"\{i\}", r"(\d+)").replace(r"\{name\}", r"([^/]+)")

@@ -34,7 +34,7 @@ class Run:
 
   @property
   def provenance(self) -> Row:
-    """Versions of code and packages, the command and its date, by dotted key."""
+    """Provenance of the run, such as commit, package versions and command, by dotted key."""
     return dict(flatten(self.config.get("provenance") or {}))
 
 
@@ -73,7 +73,7 @@ def describe(runs: Sequence[Run]) -> Row:
     },
     "differences": {
       "settings": differences([run.flat for run in runs]),
-      # Command and date are excluded, since they differ between any two runs.
+      # Command and date are excluded, since they usually differ between two runs.
       "code": differences([{**run.provenance, "command": None, "date": None} for run in runs]),
     },
     "sections": sections,
@@ -92,7 +92,8 @@ def describe_run(run: Run, by_phase: ByPhase, places: Mapping[tuple[str, str], R
   Args:
     run: the run.
     by_phase: the run's rows of metrics by phase.
-    places: view and section of each curve, by phase and metric. A warning links to them.
+    places: view and section of each curve, by phase and metric. A warning links to the section of
+      its metric.
   """
   alarms = [
     alarm | {"place": places.get((alarm["phase"], alarm["metric"]))} for alarm in warnings(by_phase)
@@ -116,7 +117,8 @@ def describe_run(run: Run, by_phase: ByPhase, places: Mapping[tuple[str, str], R
 def warnings(by_phase: ByPhase) -> Iterable[Row]:
   """Yields a dict for each period of an alarm.
 
-  The dict has the period's phase, first step and last step, and the alarm's name and texts.
+  A period consists of successive rows with this alarm. The dict has the period's phase, first step
+  and last step, and the alarm's name and texts.
   """
   for phase, rows in by_phase.items():
     spans = []
@@ -141,10 +143,10 @@ def differences(runs: Sequence[Mapping[str, Any]]) -> list[Row]:
 
 
 def clip_bounds(flat: Mapping[str, Any]) -> list[Row]:
-  """Returns the configured clip bounds, to mark them in charts.
+  """Returns the configured clip bounds, to mark them in charts of the importance ratio.
 
-  Charts show the importance ratio, so only bounds of this ratio are returned. For GMPO and DPPO the
-  list is empty: GMPO clips log-ratios of tokens, and DPPO clips a divergence.
+  The list is empty for GMPO and DPPO, since they do not clip this ratio: GMPO clips log-ratios of
+  tokens, and DPPO clips a divergence.
   """
   if flat.get("objective.name") in ("gmpo", "dppo"):
     return []

@@ -62,7 +62,7 @@ VIEWS = {
 BOTH = ("sft", "rl")
 # Phases with evaluations: during training, or in a run that only evaluates.
 HELD_OUT = ("rl", "eval")
-# Order of the stages in a bar. A stage is STAGE in a metric time/STAGE. Stages that are not in this
+# Order of the stages in a bar. The stage NAME has the metric time/NAME. Stages that are not in this
 # list follow in alphabetical order.
 STAGES = (
   *("compile", "wait_for_sampler", "sample", "score", "logp", "update", "publish", "evaluate"),
@@ -124,12 +124,12 @@ def _by_minibatch(title: str, note: str, key: str, **options) -> Figure:
 
 def _by_length(title: str, note: str, key: str, **options) -> Figure:
   """Builds a chart with a curve for each class of response lengths."""
-  line = {f"by_length/{key}/le_{{i}}": "to {i} tokens sequence"}
+  line = {f"by_length/{key}/le_{{i}}": "up to {i} tokens sequence"}
   return _chart(f"{title} by length", note, line, **options)
 
 
 def _by_segment(title: str, note: str, key: str, **options) -> tuple[Figure, Figure]:
-  """Builds two charts: by third of the response, and by segment number."""
+  """Builds two charts of a metric: by third of the response, and by segment number."""
   positions = dict(first="blue", middle="violet", last="orange")
   thirds = {f"segment/{key}/{third}": f"{third} {color}" for third, color in positions.items()}
   line = {f"segment/{key}/{{i}}": "number {i} sequence"}
@@ -148,7 +148,7 @@ SECTIONS = (
     "learning", "Learning", "",
     _chart(
       "Held-out accuracy",
-      "mean over the problems; the band is a 95% interval",
+      "mean over the problems; the band is the 95% interval of avg@k",
       {"eval/accuracy": "avg@k blue", "eval/greedy": "greedy orange"},
       ("eval/accuracy/low", "eval/accuracy/high"), phases=HELD_OUT, unit="percent", zero=False,
       wide=True, overview=True, log=False,
@@ -164,14 +164,15 @@ SECTIONS = (
             "eval/response_length/mean": "held out orange"}, phases=HELD_OUT, log=False),
     _chart(
       "Wasted samples",
-      "Truncated responses reached the token limit. In a group with equal rewards, all advantages"
-      " are 0. A response has no verdict if the verifier failed.",
+      "shares of the responses or, for “equal rewards”, of the groups. A truncated response reached"
+      " the token limit. In a group with equal rewards, all advantages are 0. A response has no"
+      " verdict if the verifier failed.",
       {"truncated_fraction": "truncated orange", "groups_without_spread": "equal rewards violet",
        "verifier/unknown": "no verdict pink",
        "eval/truncated_fraction": "truncated, held out amber"}, phases=HELD_OUT, unit="percent",
       log=False,
     ),
-    *(_chart(f"Verifier{suffix}", "share of the responses with each outcome",
+    *(_chart(f"Verifier{suffix}", "share of each outcome in the responses",
              {f"{prefix}verifier/{name}": color for name, color in OUTCOMES.items()},
              unit="percent", kind="stack")
       for suffix, prefix in (("", ""), (", held out", "eval/"))),
@@ -187,7 +188,7 @@ SECTIONS = (
   ),
   _section(
     "learning", "Optimisation", "",
-    _chart("Gradient norm", "before clipping; the largest of an iteration's updates", "grad_norm",
+    _chart("Gradient norm", "largest norm of an iteration's updates, before clipping", "grad_norm",
            overview=True),
     _chart("Loss", "the negated objective", "loss", zero=False),
     _by_minibatch("Loss", "", "loss", zero=False),
@@ -196,7 +197,7 @@ SECTIONS = (
            {"advantage/mean": "mean blue", "advantage/std": "std grey"},
            ("advantage/min", "advantage/max"), log=False),
     _chart("Learning rate", "", "learning_rate", log=False),
-    _chart("Skipped updates", "number so far; their loss or gradient was not finite",
+    _chart("Skipped updates", "number of updates so far whose loss or gradient was not finite",
            "updates_skipped", phases=BOTH),
   ),
   _section(
@@ -208,7 +209,7 @@ SECTIONS = (
            {"value/mean": "values blue", "return/mean": "returns orange"}, zero=False, log=False),
     _chart("Value loss", "mean over the updates", "value/loss"),
     _chart("Gradient norm of the critic",
-           "before clipping; the largest of an iteration's updates", "value/grad_norm"),
+           "largest norm of an iteration's updates, before clipping", "value/grad_norm"),
     rest="(value|return)/.+",
   ),
   _section(
@@ -252,7 +253,7 @@ SECTIONS = (
     *(_chart(f"Clipped {x}s", note, {
         f"clip_fraction/{x}": "all blue", f"clip_fraction/{x}/low": "low (A < 0) teal",
         f"clip_fraction/{x}/high": "high (A > 0) orange"}, unit="percent", overview=x == "token")
-      for x, note in (("sequence", "mean over the responses of the share of clipped tokens"),
+      for x, note in (("sequence", "share of clipped tokens in a response; mean over responses"),
                       ("token", "share of clipped tokens"))),
     *(_by_minibatch(f"Clipped {x}s", "share at each update", f"clip_fraction/{x}", unit="percent")
       for x in ("sequence", "token")),
@@ -288,9 +289,9 @@ SECTIONS = (
   ),
   _section(
     "ratio", "Sampler against trainer",
-    "Sampler and trainer compute the log-probability of each token with the same weights, before"
-    " the first update. The two numbers differ by rounding. Only the curve “new to old policy”"
-    " shows an effect of the updates.",
+    "Before the first update, sampler and trainer compute two log-probabilities of each token with"
+    " the same weights. They differ by rounding. In the first two charts, only the curve “new to"
+    " old policy” shows an effect of the updates.",
     _chart("Sampler against trainer",
            "|difference| of a token's two log-probabilities. For the curve “per sequence”, the"
            " differences are first averaged over the tokens of a response.",
@@ -330,7 +331,7 @@ SECTIONS = (
     "router", "Load and entropy", "",
     _chart("Load balance", "1 if all experts have the same load", "router/load_balance",
            phases=BOTH, zero=False, log=False),
-    _chart("Busiest expert", "largest share that an expert has of its layer's assignments",
+    _chart("Busiest expert", "largest share of a layer's assignments that go to one expert",
            "router/busiest_expert", phases=BOTH, unit="percent", zero=False, log=False),
     _chart("Router entropy", "nats; mean over tokens and layers", "router/entropy", phases=BOTH,
            zero=False, log=False),
@@ -373,11 +374,11 @@ SECTIONS = (
   ),
   _section(
     "speed", "Utilisation and memory", "",
-    _chart("Model FLOPs utilisation", "share of the devices' peak that the updates reach",
+    _chart("Model FLOPs utilisation", "share of the devices' peak FLOP/s that the updates reach",
            "mfu/update", unit="percent"),
     _chart("FLOPS", "floating-point operations of the model per second of the updates",
            "flops_per_second/update"),
-    _chart("Peak memory", "largest memory since the process started, in GiB",
+    _chart("Peak memory", "largest memory in use since the process started, in GiB",
            {"memory/device_peak_gib": "device blue", "memory/host_peak_gib": "host orange"}),
     _chart("Padding", "share of positions without a token in the batches of the updates",
            "padding", unit="percent", log=False),

@@ -42,8 +42,9 @@ def answer(by_phase: ByPhase, alarms: Rows, flat: Mapping[str, Any]) -> list[Row
 def _learning(by_phase: ByPhase, flat: Mapping[str, Any]) -> Row:
   """Answers by the accuracy of evaluations, else by the reward.
 
-  If the accuracy rose but the reward fell, the state is "bad". If there are no iterations of RL,
-  the answer is about the loss of the cold start. If the run only evaluates, the state is "plain".
+  If the accuracy rose but the reward fell, the state is "bad". If there is a cold start but no
+  iteration of RL yet, the answer is about the loss. If the run only evaluates, the state is
+  "plain".
   """
   rows = by_phase["rl"]
   evaluated, facts = rows or by_phase["eval"], []
@@ -54,7 +55,7 @@ def _learning(by_phase: ByPhase, flat: Mapping[str, Any]) -> Row:
   by_reward = assess_reward(rows)
   state, text, because = by_accuracy or by_reward
   if by_accuracy and state == "good" and by_reward[0] == "bad":
-    state, text, because = "bad", "It did, but the reward fell", f"{because}; {by_reward[2]}"
+    state, text, because = "bad", "It was, but the reward fell", f"{because}; {by_reward[2]}"
   if not rows and by_phase["sft"]:
     state, text, because = assess_loss(by_phase["sft"], flat)
     facts += _change("Loss", _finite(by_phase["sft"], "loss"))
@@ -117,7 +118,7 @@ def assess_accuracy(rows: Rows, key: str = "eval/accuracy") -> tuple[str, str, s
   if is_below(last, first):
     return "bad", "No, it got worse", comparison(first)
   if is_below(last, best):
-    return "bad", "It did, but accuracy fell again", comparison(best)
+    return "bad", "It was, but accuracy fell again", comparison(best)
   if is_below(first, last):
     return "good", "Yes", f"{comparison(first)}; the 95% intervals do not overlap"
   return "open", "Not shown yet", f"{comparison(first)}; the 95% intervals overlap"
@@ -134,9 +135,9 @@ def assess_reward(rows: Rows) -> tuple[str, str, str]:
   The means over the first and the last tenth of the iterations are compared. A tenth has at least
   two iterations. The reward changed if the means differ by more than SIGNIFICANT standard errors.
   The standard deviation of an iteration's reward is the larger of two estimates. The first estimate
-  uses the differences between successive iterations, since a trend hardly affects them. The second
-  estimate uses the variances within the two tenths. It is the larger one if successive rewards are
-  similar.
+  uses the differences between successive iterations, since a trend hardly affects them. But it is
+  too small if noise is similar in successive iterations. So the second estimate uses the variances
+  within the two tenths.
   """
   rewards = _finite(rows, "reward/mean")
   if len(rewards) < 6:
@@ -156,9 +157,9 @@ def assess_reward(rows: Rows) -> tuple[str, str, str]:
 def assess_loss(rows: Rows, flat: Mapping[str, Any]) -> tuple[str, str, str]:
   """Returns state, answer and reason of a cold start.
 
-  The loss on held-out demonstrations is assessed like a reward with the opposite sign. This loss is
-  also compared with `sft.target_loss`. If there is no such loss, the training loss is assessed
-  instead, but is not compared.
+  The loss on held-out demonstrations is assessed like a reward with the opposite sign, and compared
+  with `sft.target_loss`. If there is no such loss, the training loss is assessed, but not compared
+  with the target.
   """
   held_out = _finite(rows, "held_out_loss")
   name, values = ("held-out loss", held_out) if held_out else ("loss", _finite(rows, "loss"))
@@ -184,7 +185,7 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
     - dropped tokens
     - a non-finite loss or gradient in a row without skipped updates
     - a gradient of 0 in all rows, if there are at least three rows
-    - skipped updates in each of the last three rows
+    - skipped updates in each of the last three rows, or in all rows if there are fewer
   """
   rows = by_phase["rl"]
   # Step 0 only evaluates.
@@ -230,9 +231,9 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
   facts += _trend("Tokens clipped", rows, "clip_fraction/token", "percent")
   facts += _trend("Entropy, nats", trained, "entropy")
   facts += _trend("Gradient norm", trained, "grad_norm")
-  facts += _trend("Cut at the limit", rows, "truncated_fraction", "percent")
-  facts += _trend("Volatility of experts", rows, "router/volatility/mean", "percent")
-  facts += _trend("Lag of the weights", rows, "lag/mean")
+  facts += _trend("Truncated responses", rows, "truncated_fraction", "percent")
+  facts += _trend("Changed experts", rows, "router/volatility/mean", "percent")
+  facts += _trend("Age of the sampling weights, iterations", rows, "lag/mean")
   return {"state": state, "answer": text, "because": because, "facts": facts}
 
 

@@ -1,4 +1,4 @@
-"""Writes the report of a run: one HTML page with its curves and logged responses.
+"""Writes the report of a run: one HTML page with the run's curves and logged responses.
 
 `python -m gspo_jax.report DIR` reads `config.json`, `metrics.jsonl` and `rollouts/*.jsonl` in the
 run's directory DIR, and writes DIR/report.html. The page needs no network and no other files. If
@@ -25,7 +25,7 @@ from gspo_jax.system.files import write_whole
 
 MAX_RUNS = 8  # The colours of more runs would be hard to distinguish.
 EVERY_S = 30.0  # Minimum seconds between two updates of the report during a run.
-PAUSE = 50  # Minimum seconds between updates, as a multiple of the seconds that an update takes.
+PAUSE = 50  # Minimum pause between two updates, as a multiple of the time that an update takes.
 
 
 class RunningReport:
@@ -75,7 +75,8 @@ def write_report(
     max_rollouts: maximum number of responses on the page.
 
   Raises:
-    ValueError: too many runs, a repeated run, several runs without `output`, or a malformed file.
+    ValueError: there are too many runs, a run is repeated, `output` is None for several runs, or a
+      file is malformed.
     WriteError: the report cannot be written.
   """
   folders = [Path(workdir) for workdir in workdirs]

@@ -1,7 +1,7 @@
 """Reads the logged responses of runs for a report, as JSON values.
 
 Responses are grouped by step and prompt, and long responses are shortened. The page colours each
-token by its log-ratio. This is its log-probability after the updates minus its log-probability
+token by its log-ratio: the log-probability after the iteration's updates minus the log-probability
 under the old policy. A response with log-ratios also has a list of its tokens.
 """
 
@@ -178,8 +178,8 @@ def _color(record: Row) -> Row:
     - `clipped_tokens`: 1 for a clipped token, 0 for any other token.
     - `segments`: number of each token's segment.
     - `segment_figures`: ratio and gradient of each segment, by number.
-    - `observations`: indices of the environment's turns. Each turn is inserted as one token without
-      log-ratio.
+    - `observations`: indices in `tokens` of the environment's turns. Each of these turns is
+      inserted as one token without log-ratio.
 
   The field `response` or `turns` is omitted if the joined tokens are equal to its text. The text
   differs if a character is split into several tokens, or if decoding drops a special token.
@@ -212,8 +212,8 @@ def _color(record: Row) -> Row:
 def _insert_observations(columns: Sequence[list], turns: Sequence[Row]) -> list[list]:
   """Inserts each turn of the environment as one token without log-ratio.
 
-  columns: five lists, each with a value per sampled token. The values are the token's text,
-    log-ratio, clip flag and segment number, and False. The last list has True for inserted turns.
+  columns: five lists with a value per sampled token: the token's text, log-ratio, clip flag,
+    segment number, and False. In the result, the last list has True for inserted turns.
   """
   spans, position = [], 0
   for turn in turns:
@@ -244,9 +244,9 @@ def _segments(record: Row, count: int) -> list[int | None]:
 
 
 def _cut(tokens: list[str], *columns: list) -> list[list]:
-  """Replaces the middle of a long response by a mark.
+  """Replaces the middle of a long response by a mark, such as "… 900 characters left out …".
 
-  columns: further lists with a value per token. The value of the mark is None.
+  columns: further lists with a value per token. Their value for the mark is None.
   """
   ends = list(itertools.accumulate(map(len, tokens)))
   if ends[-1] <= MAX_CHARACTERS:

@@ -81,10 +81,8 @@ class RunCheckpoint:
     if int(self.path.name) in (steps := checkpoint.finished(self.path.parent)):
       return
     listed = ", ".join(map(str, steps)) or "none"
-    raise ValueError(
-      f"{self.key}={name or str(self.path)!r} is not a complete checkpoint. Complete steps of this "
-      f"phase: {listed}"
-    )
+    named = f"{self.key}={name or str(self.path)!r}"
+    raise ValueError(f"{named} is not a complete checkpoint; complete steps: {listed}")
 
   def load(self, model: ModelConfig, mesh: jax.sharding.Mesh, dtype: Any) -> Any:
     """Loads the parameters in the training layout. Adapters are merged into the weights.

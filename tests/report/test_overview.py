@@ -28,7 +28,7 @@ def evaluated(*accuracies):
     ((0.3, 0.5), "good", "Yes"),
     ((0.3, 0.39), "open", "Not shown yet"),
     ((0.5, 0.3), "bad", "No, it got worse"),
-    ((0.3, 0.9, 0.6), "bad", "It did, but accuracy fell again"),
+    ((0.3, 0.9, 0.6), "bad", "It was, but accuracy fell again"),
     ((0.3,), "open", "Too early to say"),
   ],
 )
