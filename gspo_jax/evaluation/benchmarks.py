@@ -1,6 +1,6 @@
 """Benchmarks of an evaluation: settings, problems and verifiers.
 
-The problems of `data.eval` are a benchmark too; its name is "".
+The problems of `data.eval` are the benchmark with the name "".
 """
 
 import dataclasses
@@ -58,9 +58,9 @@ def check_problems(name: str, config: BenchmarkConfig, problems: Sequence[Prompt
   if unrated:
     field = dict(unrated[0].info).get("rating", "none")
     raise ValueError(
-      f"eval.benchmarks.{name}: the problem {unrated[0].id} has no numeric rating "
-      f"({field}), nor have {len(unrated) - 1} others; filter them out (`... where rating>0` in "
-      f"eval.benchmarks.{name}.data) or set eval.benchmarks.{name}.rating=False"
+      f"eval.benchmarks.{name}: the problem {unrated[0].id} has no numeric rating ({field}). "
+      f"Problems without a rating: {len(unrated)}. Filter them out (`... where rating>0` in "
+      f"eval.benchmarks.{name}.data), or set eval.benchmarks.{name}.rating=False"
     )
   if config.standings:
     contests = elo.read_standings(config.standings)

@@ -43,7 +43,7 @@ def expected(rating: np.ndarray, opponent: np.ndarray) -> np.ndarray:
 def rating(score: np.ndarray, opponent: np.ndarray) -> np.ndarray:
   """Returns the maximum-likelihood rating, to within 0.01.
 
-  If all results are wins, the rating is HIGHEST; if all are losses, it is LOWEST.
+  The rating is HIGHEST if all results are wins, and LOWEST if all are losses.
 
   Args:
     score: results in [0, 1], [..., n]; leading axes are independent contestants.

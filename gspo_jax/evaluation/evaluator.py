@@ -158,7 +158,8 @@ class Evaluator:
     """Samples and scores a round, except for problems in the log.
 
     Returns:
-      `records` of all responses, problem by problem; counts of `outcomes`; `seconds` by stage.
+      A dict with `records` of all responses, problem by problem, the counts of `outcomes`, and the
+      `seconds` of each stage.
     """
     name = f"{sampling_round.benchmark.name}/{sampling_round.role}/{sampling_round.samples}"
     chunks = log.find(name)
@@ -185,7 +186,7 @@ class Evaluator:
     return dict(records=records, outcomes=outcomes, seconds=seconds)
 
   def _require_verdicts(self, chunks: Sequence[Row]) -> None:
-    """Raises NoVerdictError, and writes the records, if no response has a verdict."""
+    """Raises NoVerdictError if no response has a verdict. Before that, writes the records."""
     records = [record for chunk in chunks for record in chunk["records"]]
     reasons = [record["unknown"] for record in records if "unknown" in record]
     path = (self.directory or Path()) / "unknown.jsonl"
@@ -255,7 +256,7 @@ class Evaluator:
         ready, started = [], time.perf_counter()
 
   def _score(self, benchmark: Benchmark, indices: list[int], trajectories: list[Trajectory]) -> Row:
-    """Scores responses to some problems; returns `records`, `outcomes` and `seconds`."""
+    """Scores responses to some problems; returns a dict like `_round`."""
     problems = [benchmark.problems[i] for i in indices]
     samples = len(trajectories) // len(problems)
     responses = [self.tokenizer.decode(trajectory.tokens.tolist()) for trajectory in trajectories]
@@ -294,7 +295,7 @@ class Evaluator:
     responses: Sequence[str],
     trajectories: Sequence[Trajectory],
   ) -> tuple[Mapping[str, int], list[Row]]:
-    """Scores responses by verifier or environments. Call it on the first host only.
+    """Scores responses with the verifier or environments. Call it on the first host only.
 
     Returns:
       Counts of outcomes, and further fields of each response's record.
@@ -331,7 +332,10 @@ class Evaluator:
     return outcomes, rows
 
   def _write_problems(self, results: Sequence[Row], step: int) -> None:
-    """Writes `<benchmark>_<step>.jsonl` for each benchmark, one line per problem."""
+    """Writes `<benchmark>_<step>.jsonl` for each benchmark, one line per problem.
+
+    The file of `data.eval` is `eval_<step>.jsonl`.
+    """
     if self.directory is None or not hosts.is_first():
       return
     for benchmark, result in zip(self.benchmarks, results):

@@ -20,9 +20,9 @@ UNFINISHED = "unfinished.jsonl"  # Name of the log.
 class ResumeLog:
   """Log of an evaluation's finished chunks: a line with the key, then one line per chunk.
 
-  A chunk has some finished problems with their records (`Evaluator`). Each line has a checksum. An
-  incomplete last line, from a killed process, is dropped. If a line is damaged, its chunk and all
-  later chunks are dropped, and evaluated again.
+  A chunk consists of some finished problems and the records of their responses (`Evaluator`). Each
+  line has a checksum. An incomplete last line, from a killed process, is dropped. If a line is
+  damaged, its chunk and all later chunks are dropped, and evaluated again.
 
   Args:
     directory: directory of the log; None to keep no log.
@@ -75,7 +75,8 @@ class ResumeLog:
 def checksums(params: Any) -> list[int] | dict[str, str]:
   """Returns a checksum of each array, independent of the layout over devices.
 
-  In a single CPU process NumPy sums the array's bits as integers, which needs no compilation.
+  In a single process on CPU, NumPy sums an array's values, read as unsigned integers. This needs no
+  compilation.
   """
   if sharding.platform() == "cpu" and jax.process_count() == 1:
     arrays = map(np.asarray, jax.tree.leaves(params))

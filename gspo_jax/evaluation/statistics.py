@@ -74,10 +74,11 @@ def accuracy_lines(benchmarks: Sequence[Benchmark], row: Row) -> Iterator[str]:
 def _participations(
   benchmark: Benchmark, right_PG: np.ndarray
 ) -> tuple[list[np.ndarray], list[elo.Contest]]:
-  """Returns the points of each contest's participations, [G], and the contests.
+  """Returns the points of participations in each contest, and the contests.
 
   Participation g in a contest consists of sample g of each problem of the contest. A
-  participation has the points of all problems that its samples solve.
+  participation has the points of all problems that its samples solve. So each contest has an array
+  of points [G].
   """
   points: dict[str, np.ndarray] = {}
   for problem, right_G in zip(benchmark.problems, right_PG):
@@ -88,7 +89,7 @@ def _participations(
 
 
 def problem_rows(benchmark: Benchmark, result: Row) -> Iterator[Row]:
-  """Yields a row for each problem, with accuracy and lengths."""
+  """Yields a row for each problem, with accuracy, mean length and truncated samples."""
   records = result["records"]
   k = benchmark.config.samples
   for i, problem in enumerate(benchmark.problems):

@@ -34,7 +34,7 @@ class Run:
 
   @property
   def provenance(self) -> Row:
-    """Provenance of the run, such as commit, package versions and command, by dotted key."""
+    """Provenance by dotted key, such as commit, package versions and command."""
     return dict(flatten(self.config.get("provenance") or {}))
 
 
@@ -143,7 +143,7 @@ def differences(runs: Sequence[Mapping[str, Any]]) -> list[Row]:
 
 
 def clip_bounds(flat: Mapping[str, Any]) -> list[Row]:
-  """Returns the configured clip bounds, to mark them in charts of the importance ratio.
+  """Returns the configured clip bounds of the importance ratio, for marks in charts.
 
   The list is empty for GMPO and DPPO, since they do not clip this ratio: GMPO clips log-ratios of
   tokens, and DPPO clips a divergence.

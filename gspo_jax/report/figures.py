@@ -129,7 +129,7 @@ def _by_length(title: str, note: str, key: str, **options) -> Figure:
 
 
 def _by_segment(title: str, note: str, key: str, **options) -> tuple[Figure, Figure]:
-  """Builds two charts of a metric: by third of the response, and by segment number."""
+  """Builds a chart by third of the response, and a chart by segment number."""
   positions = dict(first="blue", middle="violet", last="orange")
   thirds = {f"segment/{key}/{third}": f"{third} {color}" for third, color in positions.items()}
   line = {f"segment/{key}/{{i}}": "number {i} sequence"}

@@ -244,7 +244,7 @@ def _segments(record: Row, count: int) -> list[int | None]:
 
 
 def _cut(tokens: list[str], *columns: list) -> list[list]:
-  """Replaces the middle of a long response by a mark, such as "… 900 characters left out …".
+  """Replaces the middle of a long response by a mark (`_gap`).
 
   columns: further lists with a value per token. Their value for the mark is None.
   """

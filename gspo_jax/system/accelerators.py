@@ -3,8 +3,9 @@
 import dataclasses
 
 GIB = 2**30
-# Assumed fraction of a GPU's memory for arrays. It needs XLA_PYTHON_CLIENT_MEM_FRACTION with this
-# value. The rest is for CUDA, buffers of NCCL, and workspaces of cuDNN and cuBLAS.
+# Assumed fraction of a GPU's memory for arrays. A run has it only if the environment variable
+# XLA_PYTHON_CLIENT_MEM_FRACTION has this value. The rest is for CUDA, buffers of NCCL, and
+# workspaces of cuDNN and cuBLAS.
 GPU_FRACTION = 0.92
 
 
@@ -27,7 +28,7 @@ class Chip:
   hbm: float  # bytes
   hbm_speed: float  # bytes per second
   ici_speed: float  # bytes per second, summed over all links and both directions
-  network: float  # bytes per second in each direction to other slices (of GPUs: to other hosts)
+  network: float  # bytes per second in each direction, to other slices of TPUs or hosts of GPUs
   axes: int  # axes of the torus; 1 for GPUs
   clock: float  # cycles per second
   host: str  # value of TPU_ACCELERATOR_TYPE for one host; "" for GPUs
@@ -38,7 +39,7 @@ class Chip:
 
   @property
   def usable(self) -> float:
-    """Bytes that arrays may use."""
+    """Bytes of the chip's memory that arrays may use."""
     return self.hbm * GPU_FRACTION if self.cuda else self.hbm
 
   @property
@@ -53,9 +54,9 @@ class Chip:
 _MORE = 32 * 2**20  # the limit of vector memory on later chips
 
 # Values per chip, from https://docs.cloud.google.com/tpu/docs/v5p and the pages of the other chips.
-# Speed of memory: versions of a page name 800 or 819 GB/s for v5e, and 1600 or 1638 GB/s for v6e.
-# CHIPS has the larger values. The tpu7x page also has the larger value for v6e. A capacity of n GB
-# is taken as n GiB.
+# Speed of memory: some versions of the pages name 800 GB/s for v5e and 1600 GB/s for v6e, other
+# versions 819 and 1638. CHIPS has the larger values, as the tpu7x page has for v6e.
+# Capacity: n GB on a page count as n GiB.
 # Links: the v4 page has no figure. Other sources cite arXiv:2304.01433 for 6 links of 50 GB/s in
 # each direction; the table of that paper was not checked. Measured speeds are lower than those in
 # CHIPS: a link of v4 and v5e has 45 GB/s instead of 50, and a link of v5p, v6e and tpu7x has 90
@@ -114,7 +115,7 @@ class Device:
 def peak_flops(kind: str) -> float | None:
   """Returns the peak FLOP/s of one device in bfloat16. None for an unknown device.
 
-  If GPUS lists a GPU but not this board of it, the peak is that of the SXM module.
+  For a GPU of GPUS on another board, such as "NVIDIA H100 PCIe", returns the SXM module's peak.
 
   Args:
     kind: `Device.device_kind`.

@@ -57,7 +57,7 @@ def located(name: str, key: str) -> epath.Path:
 
 
 def check_writable(key: str, directory: str | os.PathLike) -> None:
-  """Raises ValueError if the directory cannot be created or written to.
+  """Raises ValueError unless the directory can be created and written to. Also raises it for "/".
 
   Args:
     key: key or flag with its value. Error messages begin with this text.
@@ -123,7 +123,7 @@ def seal(value: Any) -> str:
 
 
 def unseal(text: str | bytes) -> Any:
-  """Returns the value in a text of `seal`. Raises ValueError if the text was changed."""
+  """Returns the value in a text from `seal`. Raises ValueError if the text was changed."""
   try:
     sealed = json.loads(text)
     value = sealed["value"]

@@ -28,6 +28,9 @@ def join() -> None:
   JAX finds the processes on a TPU slice, under Slurm, Open MPI and Kubernetes. Elsewhere, set the
   environment variables JAX_COORDINATOR_ADDRESS (host:port of the first process),
   JAX_NUM_PROCESSES and JAX_PROCESS_ID. (JAX itself reads only JAX_COORDINATOR_ADDRESS.)
+
+  Raises:
+    ValueError: a variable is not a number, or the processes cannot be connected.
   """
   if jax.distributed.is_initialized():
     return
@@ -37,8 +40,8 @@ def join() -> None:
     jax.distributed.initialize(**numbers)
   except (ValueError, RuntimeError) as error:
     raise ValueError(
-      f"jax.distributed.initialize: {error}; on a single host set --config.distributed=false; on "
-      "several hosts set the environment variables JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and "
+      f"jax.distributed.initialize: {error}. On a single host, set --config.distributed=false. On "
+      "several hosts, set the environment variables JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and "
       "JAX_PROCESS_ID"
     ) from error
 

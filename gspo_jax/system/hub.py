@@ -1,9 +1,9 @@
 """Repositories of the Hugging Face hub, named OWNER/NAME or OWNER/NAME@REVISION.
 
 `Repository.directory` downloads small files (configuration, tokenizer, index of the weights) to the
-cache. A file of weights is either downloaded to the cache, or read in ranges. Cache, network and
-user are set by the environment variables of `huggingface_hub`: HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT
-and HF_TOKEN.
+cache. `Repository.download` downloads files of weights to the cache, and `Repository.reader` reads
+ranges of a file without the cache. Environment variables of `huggingface_hub` set the cache
+(HF_HOME), the hub (HF_ENDPOINT, HF_HUB_OFFLINE) and the user (HF_TOKEN).
 """
 
 import concurrent.futures
@@ -39,7 +39,7 @@ class HubError(ValueError):
 
 
 def is_id(name: str) -> bool:
-  """Whether `name` is the name of a repository, and not of an existing path."""
+  """Whether `name` is a repository's name by its form, and no existing path."""
   return bool(_ID.fullmatch(name)) and not os.path.exists(name)
 
 
@@ -91,7 +91,7 @@ def directory(name: str) -> epath.Path:
 
 
 def bucket_reader(path: epath.Path) -> tuple[int, Callable[[int, int], bytes]]:
-  """Returns size and reader of a file in a bucket, like `Repository.reader`."""
+  """Returns a bucket file's size and a function to read a range (see `Repository.reader`)."""
   with _raise_file_errors(path):
     system, name = fsspec.core.url_to_fs(str(path))
     size = system.size(name)
@@ -271,7 +271,10 @@ class _Remote:
     hf_hub_download(self.repository.id, self.file, revision=self.repository.commit)
 
   def _verify(self) -> None:
-    """Compares the size with the hub's, and the SHA-256 if the hub names one."""
+    """Compares the file's size with the hub's, and the SHA-256 if the hub names one.
+
+    Raises HubError, and removes the file, if they differ.
+    """
     with open(self.partial, "rb") as file:
       digest = hashlib.file_digest(file, "sha256").hexdigest()
     is_digest = re.fullmatch("[0-9a-f]{64}", self.blob.name)

@@ -1,12 +1,12 @@
-"""Strict parsing of JSON from users and downloads, with errors for users."""
+"""Strict parsing of JSON from users and downloads, with readable errors."""
 
 import collections
 import json
 from collections.abc import Iterable
 from typing import Any
 
-# Maximum depth of nested values. Code that prints or writes values is recursive, and would fail for
-# deeper values.
+# Maximum number of arrays and objects inside each other. Code that prints or writes values is
+# recursive, and would fail for deeper values.
 DEEPEST = 200
 
 
@@ -41,7 +41,7 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
 
 
 def read_object(path: Any) -> dict[str, Any]:
-  """Reads a file's JSON object. Raises ValueError with the file's name if impossible."""
+  """Reads a file's JSON object. Raises ValueError with the file's name if there is none."""
   try:
     return parse_object(path.read_bytes())
   except ValueError as error:
@@ -52,6 +52,8 @@ def read_object(path: Any) -> dict[str, Any]:
 
 def typed(key: str, value: Any, kind: type) -> Any:
   """Returns a JSON value as type `kind`. Raises ValueError if the value has another type.
+
+  An integer becomes a float if `kind` is float. A list becomes a tuple if `kind` is tuple.
 
   key: name of the value in the error message.
   """

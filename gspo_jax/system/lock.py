@@ -18,7 +18,7 @@ FILE = "lock"
 
 @contextlib.contextmanager
 def alone_in(*directories: str | os.PathLike) -> Iterator[None]:
-  """Locks directories for this run, and creates missing ones.
+  """Locks directories for this run, and creates missing directories. Collective.
 
   The first process takes the locks for all processes. The locks are released at the end of the
   context, or by the kernel if the process is killed. On NFS, locks also exclude runs on other

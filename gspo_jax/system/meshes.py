@@ -1,4 +1,4 @@
-"""Meshes of real devices, or of absent devices, which `accelerators.Device` describes."""
+"""Meshes of real devices, or of absent devices that `accelerators.Device` describes."""
 
 import contextlib
 from collections.abc import Sequence
@@ -26,6 +26,6 @@ def mesh_devices(mesh: jax.sharding.Mesh | AbstractMesh) -> list[Any]:
 
 
 def use_mesh(mesh: jax.sharding.Mesh | AbstractMesh) -> contextlib.AbstractContextManager[Any]:
-  """Enters a mesh, abstract or not."""
+  """Returns a context that sets the current mesh. The mesh may be abstract."""
   abstract = isinstance(mesh, AbstractMesh)
   return jax.sharding.use_abstract_mesh(mesh) if abstract else jax.set_mesh(mesh)

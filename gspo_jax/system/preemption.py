@@ -88,7 +88,11 @@ class _Watch:
       self.start_grace_period()
 
   def start_grace_period(self) -> None:
-    """Starts the grace period. A timer ends this process without saving after the grace period."""
+    """Starts the grace period, unless it has started.
+
+    A timer ends this process without saving after the grace period. There is no timer if `grace_s`
+    is None.
+    """
     self.due = True
     if self.timer is not None:
       return
@@ -120,8 +124,9 @@ def watch(grace_s: float | None) -> Iterator[None]:
   signal ends the process at once. The grace period begins with the notice. If the context has not
   ended after the grace period, the process ends without saving.
 
-  If `jax.distributed` is initialized, JAX handles the notice. The grace period then begins at the
-  `check` at which all hosts stop. A watch inside another watch has no effect.
+  If `jax.distributed` is initialized, JAX handles the notice, and all hosts stop at the same
+  `check`. The grace period then begins at this `check`. If no check follows, the end of the context
+  raises nothing. A watch inside another watch has no effect.
 
   grace_s: grace period in seconds. None means the platform's grace period.
   """
@@ -164,9 +169,9 @@ def check() -> None:
 
 
 def too_long() -> str:
-  """Returns a warning if two successive checks were further apart than the grace period.
+  """Returns a warning if successive checks were further apart than the grace period, else "".
 
-  Returns "" if they were not. Only checks since the previous call of this function count.
+  Only checks since the previous call of this function count.
   """
   if _watch is None or _watch.grace_s is None:
     return ""
@@ -189,10 +194,10 @@ def describe_resume(describe: Callable[[], str]) -> None:
 
 
 def check_alone() -> None:
-  """Calls `check` if other processes need not call it too.
+  """Calls `check`, unless other processes would have to call it too.
 
-  Other processes need not call it if this thread has its own check (`checked_by`), or if there are
-  no other processes.
+  They would not have to if this thread has its own check (`checked_by`), or if there is only one
+  process.
   """
   if jax.process_count() == 1 or getattr(_thread_check, "check", None):
     check()

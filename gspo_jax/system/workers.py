@@ -1,11 +1,11 @@
 """Threads for calls of user code, with time limits.
 
 A thread cannot be killed. If a call exceeds its limit, the call fails with TooLong, and a new
-thread replaces the old thread. `GivenUp` is raised in the old thread as soon as the old thread runs
-Python code again. `GivenUp` ends a loop of Python code. It does not end a wait for a socket or in
-`time.sleep`. All threads are daemons, so running threads do not keep the process alive. If
-MOST_HANGING old threads are still running, further calls fail at once. `Workers.wait` also checks
-for preemption.
+thread replaces the call's thread, the old thread. `GivenUp` is raised in the old thread as soon as
+this thread runs Python code again. So `GivenUp` ends a loop of Python code, but not a wait for a
+socket or in `time.sleep`. All threads are daemons, so running threads do not keep the process
+alive. If MOST_HANGING old threads are still running, further calls fail at once. `Workers.wait`
+also checks for preemption.
 """
 
 import concurrent.futures
@@ -30,7 +30,7 @@ class GivenUp(SystemExit):
 
 
 class TooLong(TimeoutError):
-  """A call took longer than its limit, or too many earlier calls still run."""
+  """A call took longer than its limit, or MOST_HANGING earlier calls still run."""
 
 
 class Call(concurrent.futures.Future):
@@ -93,7 +93,7 @@ class Workers:
     """Waits for all calls, or for the first of them if `return_when` is FIRST_COMPLETED.
 
     Raises:
-      Preempted: the run was asked to stop; calls in the queue are cancelled.
+      Preempted: the run received a signal. Calls that have not started are cancelled.
     """
     calls = list(calls)
     while True:

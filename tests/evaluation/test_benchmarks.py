@@ -26,7 +26,8 @@ def test_problems_without_a_rating_are_found_before_sampling():
     check_problems("cf", rated, [PROBLEMS[0], plain])
   for text in ("unrated", "nan", ""):
     worded = dataclasses.replace(PROBLEMS[1], info=(("rating", text),))
-    with pytest.raises(ValueError, match=rf"no numeric rating \({text}\), nor have 0 others"):
+    message = rf"no numeric rating \({text}\)\. Problems without a rating: 1\."
+    with pytest.raises(ValueError, match=message):
       check_problems("cf", rated, [PROBLEMS[0], worded])
 
 

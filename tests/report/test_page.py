@@ -64,7 +64,7 @@ def test_curves_hold_the_values_of_the_rows(workdir):
   layers = figures(run)["Volatility", "Volatility by layer"]["series"]
   assert [series["label"] for series in layers] == [f"layer {i:02d}" for i in range(12)]
   by_length = figures(run)["Learning", "Reward by length"]["series"]
-  assert [series["label"] for series in by_length] == [f"to {n} tokens" for n in (64, 128, 256)]
+  assert [series["label"] for series in by_length] == [f"up to {n} tokens" for n in (64, 128, 256)]
   stages = figures(run)["Iteration", "Time per stage"]
   assert [series["label"] for series in stages["series"]] == list(STAGES)
   marks = figures(run)["Ratio", "Importance ratio"]["marks"]
