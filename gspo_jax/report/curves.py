@@ -164,7 +164,7 @@ def _usual_top(sizes: Sequence[float]) -> float:
 
 
 def mark_constants(series: Sequence[Row], kind: str = "line") -> None:
-  """Sets `constant`, the value, and `count`, the number of values, of constant curves.
+  """Sets `constant` (the value) and `count` (the number of values) of constant curves.
 
   A metric is constant if its values are equal within each run. The page prints such a metric as a
   line of text. A metric of stacked bars is constant only if it is 0, since any other value changes

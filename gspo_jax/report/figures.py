@@ -165,8 +165,8 @@ SECTIONS = (
     _chart(
       "Wasted samples",
       "shares of the responses or, for “equal rewards”, of the groups. A truncated response reached"
-      " the token limit. In a group with equal rewards, all advantages are 0. A response has no"
-      " verdict if the verifier failed.",
+      " a limit before it stopped. In a group with equal rewards, all advantages are 0. A response"
+      " has no verdict if the verifier failed.",
       {"truncated_fraction": "truncated orange", "groups_without_spread": "equal rewards violet",
        "verifier/unknown": "no verdict pink",
        "eval/truncated_fraction": "truncated, held out amber"}, phases=HELD_OUT, unit="percent",
@@ -176,7 +176,7 @@ SECTIONS = (
              {f"{prefix}verifier/{name}": color for name, color in OUTCOMES.items()},
              unit="percent", kind="stack")
       for suffix, prefix in (("", ""), (", held out", "eval/"))),
-    _chart("Conversations", "averages over the conversations of a rollout",
+    _chart("Conversations", "metrics of the environment; means over the conversations of a rollout",
            {"environment/{name}": "{name} cycle"}),
     _chart("Tool calls", "mean number in a conversation",
            {"environment/tool_calls": "rollouts blue", "eval/tool_calls": "held out orange"},
@@ -249,7 +249,8 @@ SECTIONS = (
            "ratio/effective_length"),
   ),
   _section(
-    "ratio", "Clipping", "The loss clips large and small ratios. A is the advantage.",
+    "ratio", "Clipping",
+    "The loss clips large and small ratios. A is the advantage. CISPO clips for both signs of A.",
     *(_chart(f"Clipped {x}s", note, {
         f"clip_fraction/{x}": "all blue", f"clip_fraction/{x}/low": "low (A < 0) teal",
         f"clip_fraction/{x}/high": "high (A > 0) orange"}, unit="percent", overview=x == "token")
@@ -264,7 +265,10 @@ SECTIONS = (
                           ("dual", "the ratio objective.dual_clip, where A < 0"))),
     _by_length("Clipped tokens", "share of clipped tokens in the responses of each length class",
                "clip_fraction", unit="percent"),
-    _chart("Clip range", "distance from a ratio of 1 to the nearer clip bound", "clip_range"),
+    _chart("Clip range",
+           "distance from a ratio of 1 to the nearer clip bound. For GMPO: distance of log-ratios"
+           " from 0. For DPPO: bound of the divergence.",
+           "clip_range"),
     rest="(clip_fraction|ratio)/.+",
   ),
   _section(
@@ -290,7 +294,7 @@ SECTIONS = (
   _section(
     "ratio", "Sampler against trainer",
     "Before the first update, sampler and trainer compute two log-probabilities of each token with"
-    " the same weights. They differ by rounding. In the first two charts, only the curve “new to"
+    " the same weights. The two differ by rounding. In the first two charts, only the curve “new to"
     " old policy” shows an effect of the updates.",
     _chart("Sampler against trainer",
            "|difference| of a token's two log-probabilities. For the curve “per sequence”, the"
@@ -337,7 +341,8 @@ SECTIONS = (
            zero=False, log=False),
     _chart("Router z-loss", "before multiplication by its coefficient", "router/z", phases=BOTH,
            zero=False),
-    _chart("Dropped tokens", "must be 0", "router/dropped_tokens", phases=BOTH),
+    _chart("Dropped tokens", "tokens that an expert dropped; must be 0", "router/dropped_tokens",
+           phases=BOTH),
   ),
   _section(
     "router", "Replay",

@@ -1,6 +1,6 @@
 """Answers at the top of a report: is the run learning, healthy and fast?
 
-An answer is a dict. Its `state` is "good", "bad", "open" (unknown yet) or "plain" (neutral). The
+An answer is a dict. Its `state` is "good", "bad", "open" (undecided) or "plain" (neutral). The
 other fields are the `question`, its `answer`, a reason `because`, and a list of `facts`. The page
 prints the facts below the answer. A fact is a dict with a `label`, a `value` and a `unit`. The
 value is a number or a text. A fact may also have an initial value, `before`, and a `note`.
@@ -276,7 +276,10 @@ def _fast(by_phase: ByPhase) -> Row:
 
 
 def _nothing_yet(by_phase: ByPhase, missing: str) -> tuple[str, str, str]:
-  """Returns state, answer and reason for a run without training rows."""
+  """Returns state, answer and reason for a run without training rows.
+
+  missing: what the run needs for an answer, such as "iterations".
+  """
   if by_phase["eval"] and not (by_phase["rl"] or by_phase["sft"]):
     return "plain", "Nothing was trained", "the run only evaluates"
   return "open", "Too early to say", f"no {missing} yet"

@@ -159,8 +159,8 @@ ALARMS = {
   ),
   "reward": Alarm(
     "The reward has fallen far below its best.",
-    "Start a new run with a lower rl_optimizer.learning_rate from an earlier checkpoint, which the "
-    "key weights names.",
+    "Start a new run: set the key weights to an earlier checkpoint, and lower "
+    "rl_optimizer.learning_rate.",
     "reward/mean",
   ),
   "unknown": Alarm(

@@ -53,7 +53,7 @@ def describe(
 
 
 def _functions(config: RunConfig) -> Iterator[tuple[str, str]]:
-  """Yields (key, value) of each possible name of a user function."""
+  """Yields (key, value) of each key for a built-in or user function."""
   if config.job == "sft":
     return
   yield "reward.name", config.reward.name

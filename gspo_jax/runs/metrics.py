@@ -198,7 +198,7 @@ class Writer(contextlib.AbstractContextManager):
     return [row for row in rows if row.get("phase") in phases]
 
   def truncate(self, phase: str, step: int) -> int:
-    """Drops metrics rows of `phase` after `step`, and of later phases of training.
+    """Drops metrics rows of `phase` after `step`, and all rows of later training phases.
 
     Call it in a resumed run before the first `write`. A run writes all rows of a step before the
     step's checkpoint, so a resumed run ends with the rows of an uninterrupted run.

@@ -38,7 +38,7 @@ LIMIT = 8  # Number of consecutive skipped updates that ends a run.
 
 
 class NonFiniteError(ArithmeticError):
-  """Metrics are NaN or infinite, or updates were skipped. `names` lists these metrics."""
+  """Metrics are NaN or infinite, or updates were skipped. `names` lists the metrics."""
 
   def __init__(self, message: str, names: tuple[str, ...]):
     super().__init__(message)
@@ -111,8 +111,9 @@ class Guard:
     """Raises `NonFiniteError`, after writing a dump, for a bad metrics row.
 
     If `on_nonfinite` is "stop", a row is bad if a metric is non-finite or an update was skipped. If
-    it is "skip", skipped updates are printed as a warning. A row is then bad if a metric is
-    non-finite although no update was skipped, or after `limit` consecutive skipped updates.
+    `on_nonfinite` is "skip", a skipped update only causes a warning. A row is then bad if a metric
+    is non-finite although no update of the row was skipped, or if `limit` consecutive updates were
+    skipped.
     """
     names, skipped = nonfinite(row), int(row.get("updates_skipped", self._skipped))
     added, self._skipped = skipped - self._skipped, skipped
@@ -149,7 +150,7 @@ class Guard:
   def _count_in_a_row(self, row: Mapping[str, Any], added: int) -> int:
     """Counts consecutive skipped updates up to this metrics row.
 
-    The resolution is a step: one applied update in a step resets the count.
+    The count becomes 0 after each step with at least one applied update.
     """
     if "updates_skipped" in row:
       all_skipped = added >= (row["step"] - self._checked) * self._updates

@@ -179,7 +179,7 @@ class Phase:
     Args:
       row: metrics row with the metric that `checkpoint.best` names; None if it was not measured.
     """
-    self.flush()  # A checkpoint must not be newer than the rows of its steps.
+    self.flush()  # The rows of all steps must be in metrics.jsonl before the checkpoint exists.
     self._guard.check_saved(self._name, self._step, self._state)
     pending = None if self._pending is None else compute(self._pending)
     self._writer.sync()  # Written rows survive a crash of the machine.

@@ -13,14 +13,14 @@ from gspo_jax.system.text import clock_text
 
 
 class Progress(contextlib.AbstractContextManager):
-  """Shows progress as a bar on a terminal, or as lines at least `interval` seconds apart in a log.
+  """Shows progress as a bar on a terminal, or as a line about every `interval` seconds in a log.
 
   Args:
     phase: name of the phase.
     total: number of steps in the phase.
     start: number of steps finished before this process.
     active: whether this process shows progress; True on one process only.
-    interval: minimum number of seconds between lines in a log.
+    interval: minimum number of seconds between lines in a log. The last line may come earlier.
     delay: seconds before the bar, or the first line of `update`, appears.
     at_most: whether the phase may end before `total` steps.
     stream: output; None for standard error.

@@ -55,7 +55,7 @@ _MORE = 32 * 2**20  # the limit of vector memory on later chips
 
 # Values per chip, from https://docs.cloud.google.com/tpu/docs/v5p and the pages of the other chips.
 # Speed of memory: some versions of the pages name 800 GB/s for v5e and 1600 GB/s for v6e, other
-# versions 819 and 1638. CHIPS has the larger values, as the tpu7x page has for v6e.
+# versions 819 and 1638. CHIPS has the larger values. The tpu7x page confirms the value for v6e.
 # Capacity: n GB on a page count as n GiB.
 # Links: the v4 page has no figure. Other sources cite arXiv:2304.01433 for 6 links of 50 GB/s in
 # each direction; the table of that paper was not checked. Measured speeds are lower than those in
@@ -115,7 +115,7 @@ class Device:
 def peak_flops(kind: str) -> float | None:
   """Returns the peak FLOP/s of one device in bfloat16. None for an unknown device.
 
-  For a GPU of GPUS on another board, such as "NVIDIA H100 PCIe", returns the SXM module's peak.
+  For another board of a GPU in GPUS, such as "NVIDIA H100 PCIe", returns the SXM module's peak.
 
   Args:
     kind: `Device.device_kind`.

@@ -39,7 +39,7 @@ class HubError(ValueError):
 
 
 def is_id(name: str) -> bool:
-  """Whether `name` is a repository's name by its form, and no existing path."""
+  """Whether `name` has the form OWNER/NAME or OWNER/NAME@REVISION, and is no existing path."""
   return bool(_ID.fullmatch(name)) and not os.path.exists(name)
 
 
@@ -144,9 +144,10 @@ class Repository:
 
   @functools.cached_property
   def files(self) -> list[str]:
-    """Names of the cached files, or of all files at the hub.
+    """Names of the repository's files.
 
-    The cached files are sufficient if weights or their index are among them.
+    If the weights or their index are in the cache, only cached files are named. The hub is not
+    asked then.
     """
     from huggingface_hub import HfApi
 

@@ -188,7 +188,7 @@ def too_long() -> str:
 
 
 def describe_resume(describe: Callable[[], str]) -> None:
-  """Sets the description of the resume point. It is printed if the process ends without saving."""
+  """Sets the description of the resume point, to print if the process ends without saving."""
   if _watch is not None:
     _watch.describe = describe
 

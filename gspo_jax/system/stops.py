@@ -1,10 +1,10 @@
 """Handling of Ctrl-C, SIGTERM and SIGHUP, from the start of a process to its end.
 
 Python runs a signal handler only when the main thread returns from C code. This may take minutes in
-a compiler. An exception of a handler may interrupt any statement. Python sometimes ignores such an
-exception, for example in JAX's callbacks of the garbage collector. So the handlers of this module
-do nothing. A thread receives the signals at once, and calls the latest `Answer`. This module
-imports no slow module.
+a compiler. An exception raised by a handler may interrupt any statement. Python sometimes ignores
+such an exception, for example in JAX's callbacks of the garbage collector. So the handlers of this
+module do nothing. Instead, a thread receives the signals at once, and calls the latest `Answer`.
+This module imports no slow module.
 """
 
 import contextlib

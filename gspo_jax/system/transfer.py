@@ -42,7 +42,7 @@ class Transfer:
     self._interval = min(interval, 0.5) if self._terminal else interval
     self._lock, self._start = threading.Lock(), clock()
     self._due, self._shown = self._start + 1.0, False
-    self._present = self._received = 0  # All bytes present, and the bytes received by now.
+    self._present = self._received = 0  # Bytes present so far, and bytes received by this transfer.
     self._closed = False
 
   def add(self, count: int, *, before: bool = False) -> None:
