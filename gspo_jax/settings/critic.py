@@ -34,7 +34,7 @@ class CriticConfig:
     "λ of GAE, per token or, if objective.advantage=turn_gae, per turn; 1: Monte Carlo returns",
   )
   bootstrap: bool = key(
-    False, "value of the state after a truncated response. True: the critic's value | False: 0"
+    False, "True: the state after a truncated response has the critic's value | False: it has 0"
   )
   clip: NonNegativeFloat = key(
     0.2, "clip range of the value loss, around the values before the updates; 0: no clipping"
@@ -46,8 +46,8 @@ class CriticConfig:
   )
   trunk_coef: NonNegativeFloat = key(
     0.1,
-    "factor of the value loss in the gradient of the policy's trunk, if critic.name=head; 0: no "
-    "gradient",
+    "factor of the value loss's gradient in the policy's layers, if critic.name=head; 0: the value "
+    "loss trains the head alone",
   )
   kl_coef: NonNegativeFloat = key(
     0.0, "factor β of a KL penalty: β log π_old/π_ref is subtracted from each token's reward"
@@ -62,9 +62,9 @@ class CriticConfig:
     return self.warmup_iterations if self.name != "none" else 0
 
   def hyperparameters(self, updates: int) -> dict[str, float]:
-    """Returns arguments of compiled programs.
+    """Returns numeric arguments of compiled programs.
 
-    If one of `clip`, `trunk_coef` and `kl_coef` is 0, it is excluded, and the programs omit its
+    Each of `clip`, `trunk_coef` and `kl_coef` is excluded if it is 0. The programs then omit its
     term.
 
     Args:
@@ -78,7 +78,7 @@ class CriticConfig:
   def static(self) -> "CriticConfig":
     """The section with each of `hyperparameters` set to 1, and without warm-up.
 
-    Compiled programs have this section as a constant.
+    It is a constant of compiled programs. So changed hyperparameters need no new compilation.
     """
     ones = {key: 1.0 for key in self.hyperparameters(0) if key != "warmup"}
     return dataclasses.replace(self, **ones, warmup_iterations=0)
@@ -112,10 +112,10 @@ class DistillationConfig:
 
   @property
   def alone(self) -> bool:
-    """Whether the teacher alone gives advantages, without rewards."""
+    """Whether advantages come from the teacher alone, and not from rewards."""
     return self.enabled and self.reward_weight == 0
 
   def hyperparameters(self) -> dict[str, float]:
-    """Returns arguments of the compiled program."""
+    """Returns numeric arguments of the compiled program."""
     names = ("coef", "discount", "reward_weight")
     return {name: getattr(self, name) for name in names}

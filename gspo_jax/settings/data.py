@@ -17,7 +17,7 @@ from gspo_jax.settings.ranges import (
 
 
 class DataError(ValueError):
-  """Bad data, or a bad `data` config; the message names the file and row, or the key."""
+  """Bad data, or a bad section `data`. The message names the file and row, or the key."""
 
 
 BOXED = "boxed"  # Answer pattern: contents of the last \boxed{} or \fbox{} of the field.
@@ -92,7 +92,7 @@ class OfflineConfig:
   )
   fresh: FractionBelowOne = key(
     0.0,
-    "share of an iteration's prompts with newly sampled responses. The other prompts have "
+    "share of an iteration's prompts whose responses are newly sampled. The other prompts have "
     "recorded responses.",
   )
 
@@ -156,7 +156,7 @@ class DataConfig:
   )
   prompt_template: str = key(
     "{question}",
-    "text of the user turn if there is a chat template, else of the whole prompt; must contain "
+    "text of the user turn if a chat template is applied, else of the whole prompt; must contain "
     "{question}",
   )
   chat_template: bool = key(
@@ -181,19 +181,22 @@ class DataConfig:
     "or 2)",
   )
   lines: tuple[Annotated[int, Range(1, 128)], ...] = key(
-    (8, 16, 32), "numbers of lines of a response, in the problems of recurrence"
+    (8, 16, 32), "possible numbers of lines of a right response to a problem of recurrence"
   )
   carry_errors: Fraction = key(
     0.5,
-    "probability of forgetting a carry, for each carry in a demonstration of arithmetic, "
-    "calculator or recurrence",
+    "probability of forgetting a carry, for each carry in a demonstration of arithmetic or "
+    "recurrence, and in the steps of calculator that do not call the calculator",
   )
   skipped_work: Fraction = key(
-    0.0, "share of demonstrations of arithmetic that have the answer alone, without the work"
+    0.0,
+    "share of demonstrations of arithmetic that have the answer alone, without the work. Such a "
+    "demonstration forgets all carries.",
   )
   checks: Fraction = key(
     0.0,
-    "probability of asking a question twice, for each question in a demonstration of calculator",
+    "probability of repeating a call, for each call of the calculator in a demonstration of "
+    "calculator",
   )
   query_set: QuerySetConfig = QuerySetConfig()
 

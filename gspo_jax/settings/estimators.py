@@ -15,7 +15,7 @@ REMEDIES = {  # The setting that provides each need of an estimator.
   "turns": "environment.name",
   "lines": "reward.per_line=True",
 }
-# Unit of text with a separate advantage, by source of advantages.
+# Part of a response with a separate advantage, by source of advantages.
 UNITS = dict(signals="response", reference="response", critic="token", turns="turn", lines="line")
 
 
@@ -59,7 +59,7 @@ def check(c: RunConfig) -> None:
 
 
 def _check_sources(c: RunConfig) -> None:
-  """Raises ValueError for a source of advantages not used by the estimator."""
+  """Raises ValueError unless the estimator uses or allows each source of advantages."""
   estimator, sources = c.estimator, c.advantage_sources
   for source in [name for name in sources if name not in estimator.needs | estimator.beside]:
     if estimator.of_group is not None:

@@ -11,14 +11,16 @@ from gspo_jax.settings.rewards import VERIFIERS
 
 @dataclasses.dataclass(frozen=True)
 class BenchmarkConfig:
-  """A benchmark in addition to `data.eval`; its metrics are eval/<name>/..."""
+  """A benchmark in addition to `data.eval`. Its metrics are eval/<name>/..."""
 
   data: str = key("", 'source of problems, named as in data.train; "": no benchmark')
   reward: Annotated[str, Name(("", *VERIFIERS))] = key(
     "", 'verifier, named as in reward.name; "": the verifier or environment of the run'
   )
   problems: NonNegativeInt = key(0, "number of problems, evenly spread over the set; 0: all")
-  samples: PositiveInt = key(4, "k of the metric avg@k, the number of responses per problem")
+  samples: PositiveInt = key(
+    4, "k, number of responses per problem. The metric accuracy is avg@k, the share of right ones."
+  )
   pass_at: tuple[PositiveInt, ...] = key((), "values k of the metrics pass@k, at most samples")
   rating: bool = key(
     False, "True: report an Elo rating of the model, from the field `rating` of the problems"
@@ -41,7 +43,9 @@ class EvalConfig:
   problems: NonNegativeInt = key(
     0, "number of held-out problems, evenly spread over the set; 0: all"
   )
-  samples: PositiveInt = key(4, "k of the metric avg@k, the number of responses per problem")
+  samples: PositiveInt = key(
+    4, "k, number of responses per problem. The metric accuracy is avg@k, the share of right ones."
+  )
   temperature: Temperature = key(1.0, "temperature of the samples; 0: greedy")
   top_k: NonNegativeInt = key(0, "sample from this number of likeliest tokens; 0: from all tokens")
   top_p: ranges.PositiveFraction = key(
@@ -51,7 +55,7 @@ class EvalConfig:
     0, "largest number of tokens of a response; 0: sampling.max_new_tokens"
   )
   greedy: bool = key(True, "True: also sample one greedy response per problem")
-  batch: PositiveInt = key(64, "number of problems that are scored and logged together")
+  batch: PositiveInt = key(64, "largest number of problems that are scored and logged together")
   benchmarks: dict[str, BenchmarkConfig] = key({}, "further benchmarks, by name")
 
   def __post_init__(self):

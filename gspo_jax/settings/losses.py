@@ -50,10 +50,10 @@ KINDS = dict(
 
 # Meanings and units of all options.
 MEANINGS = dict(
-  clip_low="ratios are clipped below 1 - clip_low. gmpo clips log-ratios below -clip_low. dppo "
-  "masks tokens with Â < 0, a ratio below 1 and a divergence above clip_low.",
-  clip_high="ratios are clipped above 1 + clip_high. gmpo clips log-ratios above clip_high. dppo "
-  "masks tokens with Â > 0, a ratio above 1 and a divergence above clip_high.",
+  clip_low="ratios below 1 - clip_low are clipped. Exceptions: gmpo clips log-ratios below "
+  "-clip_low. dppo masks tokens with Â < 0, a ratio below 1 and a divergence above clip_low.",
+  clip_high="ratios above 1 + clip_high are clipped. Exceptions: gmpo clips log-ratios above "
+  "clip_high. dppo masks tokens with Â > 0, a ratio above 1 and a divergence above clip_high.",
   dual_clip="lower bound of the objective for Â < 0, as a multiple of Â; unset: no bound",
   aggregate="sequence: mean over responses of means over their tokens | segment: mean over all "
   "segments of means over their tokens | token: mean over all tokens | constant: sum over all "
@@ -62,8 +62,8 @@ MEANINGS = dict(
   "sampled token and any other token. tv: total variation | kl: KL divergence",
   entropy_coef="factor of the entropy bonus",
   kl="estimator of the KL divergence from the reference policy, the policy before RL. k3_weighted "
-  "is for responses of older policies.",
-  kl_coef="factor of the penalty for this divergence in the loss; 0: no penalty",
+  "is right for responses of older policies, too.",
+  kl_coef="factor of the KL penalty in the loss; 0: no penalty",
   tau_pos="temperature of sapo's gate, for Â > 0",
   tau_neg="temperature of sapo's gate, for Â < 0",
   k_pos="k in vespo's weight W^k exp(λ (1 - W)) of a response with ratio W, for Â ≥ 0",
@@ -76,8 +76,8 @@ MEANINGS = dict(
   clip_length="length in tokens of a response whose clip range is exactly clip_low and clip_high",
   clip_exponent="exponent γ of the factor (clip_length / length)^γ on a response's clip range; 0: "
   "no factor",
-  length_exponent="exponent α: the sum of a response's log-ratios is divided by length^α. 1 is the "
-  "mean of the GSPO paper.",
+  length_exponent="exponent α. The sum of a response's log-ratios is divided by length^α. With 1, "
+  "this is their mean, as in the GSPO paper.",
   segment_unit="part of a response with its own ratio, for the loss segment",
   segment_tokens="number of tokens of a segment, if segment_unit=tokens",
   segment_delimiters="texts that end a step, if segment_unit=step; unset: tags of the chat "
@@ -85,8 +85,8 @@ MEANINGS = dict(
 )
 
 
-# Options that compiled programs take as arguments. An option of 0 is a constant instead, so that
-# its term is omitted. For a user's loss, only the options in SHARED_DYNAMIC are arguments.
+# Options that compiled programs take as arguments. If an option is 0, it is a constant instead, and
+# programs omit its term. For a user's loss, only the options in SHARED_DYNAMIC are arguments.
 SHARED_DYNAMIC = ("clip_low", "clip_high", "kl_coef", "entropy_coef")
 DYNAMIC = (
   *SHARED_DYNAMIC,
@@ -94,7 +94,8 @@ DYNAMIC = (
   *("tau_pos", "tau_neg", "beta", "k_pos", "lambda_pos", "k_neg", "lambda_neg"),
 )
 
-# Arguments of a loss that the update computes, beside the first four. The rest are options.
+# Arguments of a loss that the update computes, after the first four. All other arguments are
+# options.
 COMPUTED = ("max_length", "segment_BT", "ref_logp_BT", "sampler_logp_BT", "entropy_BT", "weight")
 # Arguments of an estimator that are not options.
 ESTIMATOR_INPUTS = ("valid_PG", "right_from")
@@ -183,7 +184,7 @@ def estimator_options(name: str | None) -> dict[str, Any]:
 
 
 def option_kinds(loss: str, estimator: str | None) -> dict[str, Any]:
-  """Types of the options of a user's loss and estimator, by name."""
+  """Returns types of options of a user's loss and estimator, by name."""
   kinds: dict[str, Any] = {}
   if loss in LOSS_NAMES and loss not in O.POLICY_LOSSES:
     function = find_loss(loss)
@@ -238,7 +239,7 @@ def options_of(name: str, advantage: str | None = None) -> Mapping[str, Any]:
 
   Args:
     name: name of the loss.
-    advantage: name of the estimator; a user's estimator adds its options. None adds none.
+    advantage: name of the estimator. A user's estimator adds its options, and None adds none.
   """
   loss = find_loss(name)
   options = {key: default for key, default in loss.options.items() if key != "max_length"}
@@ -250,7 +251,7 @@ def options_of(name: str, advantage: str | None = None) -> Mapping[str, Any]:
 
 
 def with_options(cls: type) -> type:
-  """Adds a field for every option of every loss, None by default."""
+  """Adds a field for every option of every loss. Its default is None."""
   for option in every_option():
     words = [word for loss in O.POLICY_LOSSES.values() for word in loss.choices.get(option, ())]
     kind = Literal[*dict.fromkeys(words)] if words else KINDS.get(option, NonNegativeFloat)

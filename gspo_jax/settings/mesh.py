@@ -33,9 +33,9 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutMeshConfig:
-  """Number of devices on each axis of the sampler's own mesh. They follow the devices of `mesh`.
-  One axis may have -1: all remaining devices. If an axis has 0, the sampler uses the trainer's
-  mesh. docs/asynchronous.md"""
+  """Number of devices on each axis of the sampler's own mesh. The trainer takes the first devices,
+  and the sampler the next ones. One axis may have -1: all remaining devices. If an axis has 0, the
+  sampler uses the trainer's mesh. docs/asynchronous.md"""
 
   data: AnyDevices = key(1, "as mesh.data")
   fsdp: AnyDevices = key(0, "as mesh.fsdp; 0: the sampler uses the trainer's mesh")

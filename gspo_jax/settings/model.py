@@ -46,7 +46,9 @@ class Stack(NamedTuple):
 class Scan(NamedTuple):
   """A loop over consecutive layers.
 
-  Each step applies equally many layers of each stack.
+  Each step applies the next layers of each stack. For example, a scan of ten steps has a stack of
+  thirty linear layers and a stack of ten full ones. Each step applies three linear layers, and then
+  a full one.
   """
 
   steps: int
@@ -55,8 +57,8 @@ class Scan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-  """Hyperparameters of a Transformer, with the names of Hugging Face's config.json. In a
-  configuration file, `common.model(common.size(NAME))` returns those of a named size.
+  """Hyperparameters of a Transformer. Most of them have their names in Hugging Face's config.json.
+  In a configuration file, `common.model(common.size(NAME))` returns this section for a named size.
 
   The default model of a run is `tiny_moe` of settings/sizes.py.
   """
@@ -79,7 +81,7 @@ class ModelConfig:
     "qwen3_next",
   ] = required("name of a file of gspo_jax/models/families")
   vocab_size: Annotated[int, Range(1, 4_194_304)] = required(
-    "number of token ids. With tokenizer=bytes, there are 259, rounded up to a multiple of 8."
+    "number of token ids. The tokenizer `bytes` has 259 ids, and 264 is the next multiple of 8."
   )
   hidden_size: Width = required("D, width of the model")
   num_layers: Annotated[int, Range(1, 1024)] = required("l, number of layers")
@@ -97,9 +99,9 @@ class ModelConfig:
   norm_topk_prob: bool = key(
     True, "True: normalise the gate weights of a token's chosen experts to the sum 1"
   )
-  decoder_sparse_step: PositiveInt = key(1, "n, if every n-th layer is a MoE layer")
+  decoder_sparse_step: PositiveInt = key(1, "n, if only every n-th layer has experts")
   mlp_only_layers: tuple[NonNegativeInt, ...] = key(
-    (), "indices, from 0, of further layers without experts"
+    (), "indices, from 0, of layers without experts, beside those of decoder_sparse_step"
   )
   rope_theta: Theta = required("base of the rotary positions' wavelengths")
   rms_norm_eps: ranges.Fraction = required("ε of RMSNorm, added to the mean square")
@@ -120,7 +122,7 @@ class ModelConfig:
     0, "number of positions to which a local layer attends; 0: all positions"
   )
   sliding_window_pattern: PositiveInt = key(
-    1, "n, if every n-th layer is global and all other layers are local"
+    1, "n, if every n-th layer attends to all positions, and all other layers are local"
   )
   local_rope_theta: Theta = key(1e4, "rope_theta of local layers")
   rope: RopeConfig = RopeConfig()
@@ -200,11 +202,10 @@ class ModelConfig:
   def scans(self, depths: Sequence[int] | None = None) -> list[Scan]:
     """Splits the layers into scans.
 
-    A scan covers as many layers as possible, whose kinds repeat at each step. Three linear layers
-    and a full one, ten times, are a scan of ten steps. Its stacks have thirty and ten layers.
+    A scan covers as many layers as possible whose kinds repeat at each step.
 
-    depths: number of layers of each block of the parameters. If each has one layer, each layer is a
-      scan. None means the blocks of `transformer.table`.
+    depths: number of layers of each block of the parameters. If each block has one layer, each
+      layer is a scan. None means one block for each stack, as in `transformer.table`.
     """
     kinds, scans, first = [self.kind(layer) for layer in range(self.num_layers)], [], 0
     while first < len(kinds):
@@ -222,13 +223,16 @@ class ModelConfig:
   def stacks(self, depths: Sequence[int] | None = None) -> list[Stack]:
     """Returns the stacks of all scans.
 
-    Each belongs to one block of the parameters.
+    Each stack has one block of the parameters.
     """
     return [stack for scan in self.scans(depths) for stack in scan.stacks]
 
 
 def _period(kinds: Sequence[Kind]) -> tuple[int, int]:
-  """Returns length and number of the longest repeats."""
+  """Returns length and number of equal periods at the start of `kinds`.
+
+  These periods cover as many layers as possible. If no period is repeated, the result is (1, 1).
+  """
 
   def repeats(period: int) -> int:
     ends = range(period, len(kinds) + 1, period)
@@ -240,9 +244,9 @@ def _period(kinds: Sequence[Kind]) -> tuple[int, int]:
 
 
 def from_json(values: Mapping[str, Any]) -> ModelConfig:
-  """Builds a model's configuration from a run's config.json.
+  """Builds a model's configuration from section `model` of a run's config.json.
 
-  Keys absent from the file have their defaults.
+  Keys absent from the section have their defaults.
   """
   kinds = ranges.kinds(ModelConfig)
 
@@ -274,8 +278,11 @@ class ComputeConfig:
   )
   remat: Literal["none", "full", "attention", "dots", "both", "auto"] = key(
     "none",
-    "choice of the activations of a layer that the backward pass recomputes "
-    "(models/remat.py); auto: chosen by the devices' memory",
+    "activations of a layer that are kept for the backward pass, which recomputes the rest "
+    "(models/remat.py). none: keep all, and recompute nothing | full: keep none | attention: keep "
+    "outputs of attention | dots: keep products with weights outside the experts | both: keep "
+    "those of attention and of dots | auto: the first of both, attention and full that fits into "
+    "the devices' memory",
   )
   logits_chunk: NonNegativeInt = key(
     0, "number of positions whose logits are in memory at once; 0: all"
@@ -283,7 +290,8 @@ class ComputeConfig:
   prefetch: bool = key(
     False,
     "True: gather the experts' weights of a layer during the previous layer, and keep the "
-    "gathered weights of all layers for the backward pass",
+    "gathered weights of all layers for the backward pass. This has no effect on layers that "
+    "alternate with dense layers.",
   )
   xla: Literal["none", "sparsecore", "fusion"] = key(
     "none",

@@ -101,7 +101,9 @@ class RouterConfig:
     "none: no bias | frozen: experts are chosen by scores plus a bias, which has its published "
     "value and is never updated. Gate weights exclude the bias.",
   )
-  groups: PositiveInt = key(1, "number of groups of neighbouring experts")
+  groups: PositiveInt = key(
+    1, "number of groups of neighbouring experts. A token's experts are in its chosen groups."
+  )
   groups_per_token: PositiveInt = key(
     1, "number of groups chosen per token, by the sum of each group's two highest scores"
   )

@@ -36,8 +36,8 @@ class AdaptiveClipConfig:
   target: FractionBelowOne = key(0.0, "target share of clipped tokens; 0: clip ranges are fixed")
   gain: PositiveFloat = key(
     1.0,
-    "change per iteration of the log of the clip ranges, divided by (share of clipped tokens - "
-    "target)",
+    "factor k. If an iteration clips a share f of the tokens, the clip ranges are multiplied by "
+    "exp(k (f - target)).",
   )
 
 
@@ -58,7 +58,8 @@ class CorrectionConfig:
   name: Literal["none", "truncated", "masked"] = key(
     "none",
     "none: no weights | truncated: a weight above cap becomes cap (TIS) | masked: a weight below "
-    "low or above high becomes 0 (MIS, IcePop)",
+    "low or above high becomes 0 (MIS, IcePop). If old_logp=behaviour, all other weights become 1, "
+    "because ratios already contain them.",
   )
   level: Literal["token", "sequence", "geometric"] | None = key(
     None,
@@ -73,21 +74,22 @@ class CorrectionConfig:
 @dataclasses.dataclass(frozen=True)
 @with_options  # clip_low, clip_high, kl_coef, ...
 class ObjectiveConfig:
-  """The loss and its options. An unset option has its published value, or no effect if there is no
-  published value. A configuration file may have other values in `objective.tuned`, a dict
-  {loss: {option: value}}. docs/objectives.md"""
+  """The loss and its options. An unset option has its published value. If there is none, the option
+  has no effect, unless its line below names one. A configuration file may have other values for
+  unset options in `objective.tuned`, a dict {loss: {option: value}}. docs/objectives.md"""
 
   name: Annotated[str, LOSS_NAMES] = key("gspo", "the loss")
   old_logp: Literal["sampler", "recompute", "behaviour"] = key(
     "sampler",
     "source of the old log-probs in ratios. sampler: the sampler (§5.4 of the GSPO paper) | "
     "recompute: a pass of the trainer before the updates, so that ratios start at exactly 1 | "
-    "behaviour: the sampler; a pass of the trainer only measures the mismatch",
+    "behaviour: the sampler, while a pass of the trainer computes log-probs for the mismatch and "
+    "for objective.correction",
   )
   load_balance_coef: NonNegativeFloat = key(
     0.0,
-    "factor of the router's load-balancing loss. If it is above 0 and all advantages of an "
-    "update are 0, Adam follows this loss alone.",
+    "factor of the router's load-balancing loss. If all advantages of an update are 0, Adam still "
+    "follows this loss.",
   )
   replay: Literal["none", "R2", "R3"] = key(
     "none",
@@ -105,8 +107,9 @@ class ObjectiveConfig:
   )
   kl_groups: Literal["all", "mixed"] = key(
     "all",
-    "groups with the KL penalty. all: all groups | mixed: groups whose responses have different "
-    "scores",
+    "groups with the KL penalty. all: all groups | mixed: groups in which an advantage is not 0, "
+    "usually those whose responses have different scores. If there is a critic, a teacher or "
+    "reward_kl_coef, mixed means all groups, too.",
   )
   reward_kl_coef: NonNegativeFloat = key(
     0.0, "factor β of a KL penalty: β Σ_t log π_old/π_ref is subtracted from a response's reward"
@@ -114,7 +117,7 @@ class ObjectiveConfig:
   correction: CorrectionConfig = CorrectionConfig()
   off_policy_threshold: PositiveFloat | None = key(
     None,
-    "a response with Â < 0 is masked if log π_sampler/π, averaged over its tokens, exceeds this "
+    "tokens with Â < 0 are masked if log π_sampler/π, averaged over their response, exceeds this "
     "value in nats; unset: no mask",
   )
   adaptive_clip: AdaptiveClipConfig = FIXED
@@ -222,15 +225,15 @@ class ObjectiveConfig:
 
   @property
   def clip_range(self) -> float:
-    """The smallest nonzero value of clip_low and clip_high; 0 if both are 0 or absent."""
+    """The smaller nonzero value of clip_low and clip_high; 0 if neither exists."""
     options = options_of(self.name) | self.options()
     sides = [options.get(key) for key in ("clip_low", "clip_high")]
     return min((side for side in sides if side), default=0.0)
 
   def hyperparameters(self) -> dict[str, Any]:
-    """Returns arguments of compiled programs.
+    """Returns numeric arguments of compiled programs.
 
-    Configurations with equal `static` share a compiled program.
+    So configurations with equal `static` share a compiled program.
     """
     c, names = self.correction, DYNAMIC if self.name in LOSSES else SHARED_DYNAMIC
     values = {k: v for k, v in self.options().items() if v and k in names}
@@ -243,8 +246,7 @@ class ObjectiveConfig:
   def static(self) -> "ObjectiveConfig":
     """The section with each of `hyperparameters` set to 1.
 
-    Compiled programs have this section as a constant. `dual_clip` becomes 2, since it must be above
-    1.
+    It is a constant of compiled programs. `dual_clip` becomes 2, since it must be above 1.
     """
     ones = dict.fromkeys(self.hyperparameters(), 1.0)
     ones.pop("clip_range", None)
@@ -263,7 +265,7 @@ class ObjectiveConfig:
 
 
 def section_kind(values: Any) -> type[ObjectiveConfig]:
-  """Returns ObjectiveConfig, or a subclass with fields for options of a user's functions."""
+  """Returns ObjectiveConfig, or a subclass with options of a user's functions."""
   names = (
     [values.get(name) for name in ("name", "advantage")] if isinstance(values, Mapping) else []
   )
@@ -287,8 +289,9 @@ def _section_kind(loss: str | None, advantage: str | None) -> type[ObjectiveConf
 def fill_unset(section: Mapping[str, Any]) -> dict[str, Any]:
   """Fills unset keys of the section `objective`, and removes `tuned`.
 
-  `tuned` maps losses to values of their options. An unset option takes its value in `tuned` for the
-  configured loss, else its published default. So a loss set by a flag has suitable clip ranges.
+  `tuned` is a dict {loss: {option: value}}. An unset option takes the value of `tuned` for the
+  configured loss. If there is none, it takes its published default. So a loss set by a flag has
+  suitable clip ranges.
   """
   section = dict(section)
   tuned, name, correction = section.pop("tuned", {}), section.get("name"), section.get("correction")

@@ -1,7 +1,7 @@
 """Passes without gradient over an iteration's mini-batches, before its updates.
 
-The training loop, the bound on memory, the count of operations, the dry run and `aot` read the list
-of `iteration_passes`. The program of a pass is in train.py's `make_passes`.
+Training, memory estimates, counts of operations, the dry run and `aot` all read the list that
+`iteration_passes` returns. `make_passes` in train.py has the program of each pass.
 """
 
 import dataclasses
@@ -46,8 +46,8 @@ def iteration_passes(c: RunConfig) -> tuple[Pass, ...]:
 def describe_old_policy(c: RunConfig) -> str:
   """Describes the old policy of importance ratios; "" if it is unambiguous.
 
-  If the run has lag or carries responses over, there are two candidates: the policy that sampled,
-  and the newer policy before the updates.
+  If the run has a lag or carries responses over, there are two candidates: the policy that sampled
+  the responses, and the newer policy before the updates.
   """
   if not (c.rl.lag or c.rl.partial) or not c.samples or c.objective.loss.recorded:
     return ""
@@ -60,7 +60,7 @@ def describe_old_policy(c: RunConfig) -> str:
 
 
 def sampler_types(engine: Mapping[str, Any], trainer: str) -> str:
-  """Describes the sampler's dtypes; "" if the local engine has only the trainer's dtype.
+  """Describes the sampler's dtypes; "" if a local engine has only the trainer's.
 
   Args:
     engine: values of section `engine`, as in config.json.

@@ -78,7 +78,7 @@ class Range:
 
 @dataclasses.dataclass(frozen=True)
 class Name:
-  """One of `words`, or a user's function as `package.module:function`."""
+  """One of `words`, or the name of a user's function, `package.module:function`."""
 
   words: tuple[str, ...]
 
@@ -107,7 +107,7 @@ Seed = Annotated[int, Range(0, 2**32 - 1)]
 
 
 def check(section: Any, name: str) -> None:
-  """Raises ValueError if a field's value does not fit the field's type.
+  """Raises ValueError if a field's value is outside its range or choices.
 
   Args:
     section: a section, as a dataclass.
@@ -118,7 +118,7 @@ def check(section: Any, name: str) -> None:
 
 
 def check_value(kind: Any, value: Any, key: str) -> None:
-  """Raises ValueError, naming the key, if a value does not fit its type."""
+  """Raises ValueError, naming the key, if its value is not permitted."""
   origin, arguments = typing.get_origin(kind), typing.get_args(kind)
   if origin is tuple:
     for entry in value:
@@ -221,7 +221,10 @@ def kinds(section: type) -> dict[str, Any]:
 
 
 def plain(kind: Any) -> type:
-  """Returns the Python type of a key's values: str for a Literal, and X for `X | None`."""
+  """Returns the Python type of a key's values.
+
+  This is str for a Literal, and X for `X | None`.
+  """
   origin, arguments = typing.get_origin(kind), typing.get_args(kind)
   if _optional(origin) or origin is Annotated:
     return plain(arguments[0])

@@ -15,7 +15,8 @@ from gspo_jax.settings.run import RunConfig
 
 FLOAT_MAX = sys.float_info.max
 
-# Names of keys in TRL (GRPOConfig) and verl, with this package's keys, for error messages.
+# Keys of TRL (GRPOConfig) and verl, each with the corresponding keys of this package. These are
+# suggested in error messages about unknown keys.
 OTHER_NAMES = dict(
   adv_estimator="objective.advantage",
   batch_size="rl.prompts",
@@ -89,7 +90,7 @@ def from_dict(values: Mapping[str, Any]) -> RunConfig:
 
 
 def parse(values: Mapping[str, Any]) -> RunConfig:
-  """Builds a configuration, without checking rules between keys."""
+  """Builds a configuration, and checks each key, but no rules between keys."""
   if isinstance(values.get("objective"), Mapping):
     kinds, section = ranges.kinds(ObjectiveConfig), values["objective"]
     values = dict(values) | dict(objective=fill_unset(section))
@@ -139,10 +140,11 @@ def unknown_key_message(path: str, key: str, keys: Iterable[str]) -> str:
 
   If TRL or verl has a key of this name, the message suggests the corresponding key of this package.
   Otherwise it suggests a key or section of `path` with a similar name. If there is none, it
-  suggests keys of this name in other sections.
+  suggests keys of this name in other sections. If there are none, it lists the keys of `path`.
 
   If `key` is dotted, its section is unknown. At the top level, the message then prefers keys of
-  this name to sections with a similar name. Within a section, it suggests no other section's keys.
+  this name to sections with a similar name: for "evl.every" it suggests "eval.every" instead of
+  "eval". Within a section, it suggests no other section's keys.
 
   Args:
     path: path of the key's section, with a dot at the end; "" for the top level.

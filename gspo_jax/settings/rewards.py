@@ -43,9 +43,10 @@ class RewardConfig:
   )
   right_from: Annotated[float, Range(-LARGEST_REWARD, LARGEST_REWARD)] | None = key(
     None,
-    "smallest reward of a right response. If it is unset, a response is right from a reward of 1 "
-    "on, and a conversation is right if its environment's metric `correct` is at least 1. "
-    "Without this metric, a conversation is right if its rewards sum to more than 0.",
+    "smallest reward of a right response, before noise and additions. If it is unset, a response "
+    "is right from a reward of 1 on. A conversation is then right if its environment's metric "
+    "`correct` is at least 1. If the environment has no such metric, a conversation is right if "
+    "its rewards sum to more than 0.",
   )
   workers: Workers = key(
     0,
@@ -82,15 +83,19 @@ class RewardConfig:
     0, "number of tokens below overlong_max over which the penalty grows from 0 to overlong_weight"
   )
   false_positive: Fraction = key(
-    0.0, "artificial noise: share of wrong responses that are rewarded as right"
+    0.0,
+    "artificial noise: share of wrong responses that are rewarded as right. If per_line is set, "
+    "this is a share of wrong lines.",
   )
   false_negative: Fraction = key(
-    0.0, "artificial noise: share of right responses that are rewarded as wrong"
+    0.0,
+    "artificial noise: share of right responses that are rewarded as wrong. If per_line is set, "
+    "this is a share of right lines.",
   )
   partial: Fraction = key(
     0.0,
-    "weight p of the share of right lines in a reward (reward.name=recurrence). The verdict on "
-    "the last line has the weight 1 - p.",
+    "weight p in the reward p · (share of right lines) + (1 - p) · (1 if the last line is right, "
+    "else 0), if reward.name=recurrence",
   )
   per_line: bool = key(
     False,
@@ -147,7 +152,7 @@ Number = Annotated[float, Range(-1e6, 1e6)]
 
 @dataclasses.dataclass(frozen=True)
 class RewardSignal:
-  """A reward beside that of section `reward`. Its metric is constraint/<name>/reward."""
+  """A reward in addition to section `reward`. Its metric is constraint/<name>/reward."""
 
   signal: Annotated[str, SIGNALS] = key(
     "", "source of a number for each response: a property such as length, or a verifier"
@@ -161,7 +166,7 @@ class RewardSignal:
     "else 0.",
   )
   weight: Number = key(
-    0.0, "weight of the number, after standardisation within its group; 0: unused"
+    0.0, "weight of the number, after standardisation within its group; 0: the signal is unused"
   )
 
 
@@ -183,14 +188,14 @@ class CostSignal:
   initial: NonNegativeFloat = key(0.0, "multiplier in the first iteration")
   rate: NonNegativeFloat = key(
     0.2,
-    "change of the multiplier's integral term in an iteration whose mean violates the limit by "
-    "one standard deviation (within groups) or more. A smaller violation changes this term in "
-    "proportion. 0: the term is fixed.",
+    "largest change of the multiplier's integral term in an iteration. The change is this large if "
+    "the mean is one standard deviation (within groups) or more from the limit, and proportionally "
+    "smaller otherwise. 0: the term is fixed.",
   )
   gain: NonNegativeFloat = key(
     2.0,
-    "proportional term of the multiplier, at a violation of one standard deviation or more. This "
-    "term prevents overshooting. 0: no such term.",
+    "largest proportional term of the multiplier. The term is this large if the mean violates the "
+    "limit by one standard deviation or more. It prevents overshooting. 0: no such term.",
   )
   most: PositiveFloat = key(10.0, "largest multiplier")
 
@@ -296,7 +301,7 @@ class ConstraintConfig:
 
 
 def needs_workers(verifier: str) -> bool:
-  """Whether a verifier runs in worker processes."""
+  """Whether a verifier needs worker processes."""
   return verifier not in ("", "arithmetic", "recurrence", "string", *RESPONSE_SIGNALS)
 
 
@@ -305,9 +310,10 @@ def _active(signal: RewardSignal | CostSignal) -> bool:
 
 
 def verifier_config(reward: RewardConfig, name: str) -> RewardConfig:
-  """Returns the section `reward` for another verifier.
+  """Returns the section `reward` for a signal's verifier.
 
-  The result has no noise, and no rewards for format, length or lines.
+  The result has no noise, and no rewards for format, length or lines. It has the key `partial` only
+  if `name` is the run's own verifier.
   """
   plain = dict(format_weight=0.0, overlong_weight=0.0, false_positive=0.0, false_negative=0.0)
   partial = reward.partial if name == reward.name else 0.0

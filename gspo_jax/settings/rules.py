@@ -1,7 +1,7 @@
 """Rules between the keys of a configuration: invalid settings, unused keys, and warnings.
 
 A rule is a row with a message, a condition, and evidence that users need the rule. In a message,
-{rl.prompts} becomes `rl.prompts=64`, and {rl.rows:} becomes the value alone.
+{rl.prompts} becomes `rl.prompts=64`, and {rl.prompts:} becomes `64`.
 """
 
 import dataclasses
@@ -43,9 +43,10 @@ class DataFacts:
   prompts: int = 0  # Number of prompts of data.train; 0 if the job does not read data.train.
   recorded: int = 0  # Number of groups of recorded responses, for job=offline.
   demonstrations: int = 0  # Number of demonstrations of the cold start; 0 without a cold start.
-  # Share of gold answers that fit into a response, by key of the data (data.train, ...).
+  # Shares of gold answers that fit into a response: a dict by key of the data (data.train, ...).
   answers: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  # Most frequent gold answer, if it is a word, with its share ("none: 40%"), by key of the data.
+  # Most frequent gold answers, with their shares: a dict by key of the data, such as
+  # {"data.train": "none: 40%"}. It has no entry if the answer is not a word.
   words: Mapping[str, str] = dataclasses.field(default_factory=dict)
   format_tokens: int = 0  # Number of tokens of the tags of reward.format.
   shared: str = ""  # Counts of held-out problems in training data, as text; "" if there are none.
@@ -80,7 +81,7 @@ class DataRule(NamedTuple):
 
 
 class Unused(NamedTuple):
-  """Keys that must have their defaults if `off` is true, since they are ignored or forbidden."""
+  """Keys that must have their defaults if `off` is true, because they are ignored or forbidden."""
 
   keys: str  # Keys separated by spaces. A section means all of its keys.
   message: str  # The error is `KEY=VALUE message; remedy`.
@@ -89,12 +90,12 @@ class Unused(NamedTuple):
 
 
 def tasks(spec: str) -> list[str]:
-  """Returns the embedded tasks named in a data specification."""
+  """Returns the embedded tasks of a data specification, such as "arithmetic:train,FILE"."""
   return re.findall(rf"(?:^|,)\s*({'|'.join(TASK_VERIFIERS)}):", spec)
 
 
 def _sources(c: RunConfig) -> dict[str, tuple[str, str]]:
-  """Maps keys of scored data to (data, verifier or environment)."""
+  """Maps each key of scored data to (specification, verifier or environment)."""
   default = c.environment.name or c.reward.name
   sources = {key: (b.data, b.reward or default) for name, b, key in c.benchmarks() if name}
   if c.job != "sft":
@@ -113,7 +114,7 @@ def _is_never_right(c: RunConfig, source: tuple[str, str]) -> bool:
 
 
 def _lengths(c: RunConfig) -> dict[str, int]:
-  """Lengths to fit into the model's window, by their keys."""
+  """Lengths to fit into the model's window, by their sums of keys."""
   new = {"sampling": c.sampling.max_new_tokens, "eval": c.eval.max_new_tokens}
   names = {f"data.max_prompt_tokens + {key}.max_new_tokens": n for key, n in new.items()}
   windows = {name: c.data.max_prompt_tokens + n for name, n in names.items()}
@@ -145,7 +146,10 @@ def _active(c: RunConfig) -> dict[str, RewardSignal | CostSignal]:
 
 
 def _is_vacuous(c: RunConfig, cost: RewardSignal | CostSignal) -> bool:
-  """Whether every possible mean cost satisfies an adaptive limit, or none does."""
+  """Whether every possible mean cost satisfies the limit, or none does.
+
+  False if the multiplier is fixed, or if the range of the signal is unknown.
+  """
   if not isinstance(cost, CostSignal) or cost.signal not in (*RESPONSE_SIGNALS, *VERIFIERS):
     return False
   low, high = (1, c.sampling.max_new_tokens) if cost.signal == "length" else (0, 1)
@@ -160,13 +164,13 @@ def _optimizers(c: RunConfig) -> dict[str, OptimizerConfig]:
 
 
 def _updates(c: RunConfig, optimizer: OptimizerConfig) -> int:
-  """Number of updates by an optimizer of `_optimizers`."""
+  """Number of updates of the cold start or of RL, by its optimizer."""
   iterations = c.rl.iterations - c.critic.warmup
   return c.sft.steps if optimizer is c.sft_optimizer else iterations * c.rl.updates
 
 
 def _weight_paths(c: RunConfig) -> dict[str, str]:
-  """Paths of initial weights and teacher, by key."""
+  """Paths of the initial weights and of the teacher's weights, by key."""
   paths = {"weights": c.weights, "distillation.teacher": c.distillation.teacher}
   return {key: path for key, path in paths.items() if path}
 
@@ -302,12 +306,12 @@ INVALID: tuple[Rule | EntryRule, ...] = (
   Rule("{engine.server.directory}, {checkpoint.directory}: these must differ, since old weights "
     "for servers are deleted; set another directory", lambda c: bool(c.checkpoint.directory)
     and c.engine.server.directory == c.checkpoint.directory, "CHANGELOG: one directory for both"),
-  EntryRule("{checkpoint.directory} lies in {x}, beside other checkpoints; set a directory "
+  EntryRule("{checkpoint.directory} lies in {x}, the directory of other weights; set a directory "
     "outside it", _weight_paths, lambda c, path: bool(c.checkpoint.directory)
     and Path(c.checkpoint.directory).is_relative_to(path), "CHANGELOG: checkpoints of two runs"),
   # Objectives.
-  Rule("{objective.adaptive_clip.target}: with one update per iteration the ratio is 1 and nothing "
-    "is clipped; set rl.minibatches or rl.epochs above 1",
+  Rule("{objective.adaptive_clip.target}, {objective.old_logp}: with one update per iteration, all "
+    "ratios are 1 and nothing is clipped; set rl.minibatches or rl.epochs above 1",
     lambda c: c.objective.adaptive_clip.target > 0 and c.objective.old_logp == "recompute"
     and c.rl.updates == 1, "CHANGELOG: options of a loss did nothing"),
   Rule("{objective.kl} has no effect without objective.kl_coef; set kl_coef, or leave kl unset",
@@ -367,7 +371,7 @@ INVALID: tuple[Rule | EntryRule, ...] = (
 )
 
 INVALID_RL: tuple[Rule | EntryRule, ...] = (  # For jobs with RL or recorded responses.
-  Rule("{profile.iteration} is no iteration: {job} has {rl.iterations:} of them; set it to 0",
+  Rule("{profile.iteration} is no iteration: {job} has {rl.iterations:}; lower it, or set it to 0",
     lambda c: c.profile.iteration > c.rl.iterations, "docs/running.md: a run without profile"),
   Rule("{critic.warmup_iterations}, {rl.lag}, {rl.iterations}: all responses would be samples of "
     "the initial policy; lower the warm-up and the lag below the iterations",
@@ -477,7 +481,7 @@ DATA_WARNINGS = (
   DataRule("{sft.batch} is more than the {facts.demonstrations:} demonstrations: an update repeats "
     "some of them", lambda c, facts: 0 < facts.demonstrations < c.sft.batch, "CHANGELOG"),
   DataRule("{reward.workers} × {reward.memory_mb} are more than this machine's memory of "
-    "{facts.memory_mb:} MB; lower one of them", lambda c, facts: c.reward.name == "code"
+    "{facts.memory_mb:} MiB; lower one of them", lambda c, facts: c.reward.name == "code"
     and max(1, c.reward.workers) * c.reward.memory_mb > facts.memory_mb, "CHANGELOG"),
   DataRule("{distributed}: this is the only process; start the command on every host",
     lambda c, facts: c.distributed and facts.processes == 1, "docs/running.md: two alone"),
@@ -502,7 +506,10 @@ def warnings(c: RunConfig, facts: DataFacts) -> list[str]:
 
 
 def invalid(c: RunConfig, facts: DataFacts | None = None) -> Iterator[tuple[NamedTuple, str]]:
-  """Yields each broken rule for invalid settings, with its message."""
+  """Yields each broken rule for invalid settings, with its message.
+
+  facts: None to exclude the rules about data and machine.
+  """
   yield from _broken(INVALID + (INVALID_RL if c.has_iterations else ()), c)
   for row in UNUSED:
     for name, value, default in _changed(c, row.keys.split()) if row.off(c) else ():
@@ -533,7 +540,7 @@ def _broken(
 
 
 def _changed(c: RunConfig, keys: Iterable[str]) -> Iterator[tuple[str, Any, Any]]:
-  """Yields (name, value, default) of each key without its default value."""
+  """Yields (name, value, default) of each key with another value than its default."""
   defaults = types.SimpleNamespace(**{x.name: x.default for x in dataclasses.fields(c)})
   for name in keys:
     value, default = ranges.look_up(c, name), ranges.look_up(defaults, name)

@@ -31,8 +31,8 @@ from gspo_jax.settings.training import (
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-  """Job, weights and sections of a run. The defaults run on any machine: GSPO with the paper's
-  hyperparameters, a toy model and problems of addition."""
+  """Job, weights and sections of a run. The defaults run on any machine: GSPO with the paper's clip
+  ranges, a toy model and problems of addition."""
 
   job: Literal["sft+rl", "sft", "rl", "offline", "eval"] = key(
     "rl",
@@ -137,12 +137,15 @@ class RunConfig:
 
   @property
   def overlong_at_limit(self) -> bool:
-    """Whether the overlong penalty is largest at the length limit of responses."""
+    """Whether the overlong penalty is largest at the limit of response length."""
     return self.reward.overlong_max in (0, self.sampling.max_new_tokens)
 
   @property
   def advantage_sources(self) -> dict[str, str]:
-    """Sources of advantages besides a group's rewards, each with `KEY=VALUE` for messages."""
+    """Sources of advantages beside a group's rewards.
+
+    The values of the dict are `KEY=VALUE`, for messages.
+    """
     sources, rl = {}, self.has_iterations
     if rl and self.distillation.enabled:
       sources["teacher"] = f"distillation.teacher={self.distillation.teacher!r}"
@@ -162,10 +165,10 @@ class RunConfig:
   def estimator(self) -> O.Estimator:
     """Estimator of advantages.
 
-    If `objective.advantage` names an estimator that needs more than a group's rewards, returns this
-    estimator. Otherwise returns the first of ESTIMATORS with needs that `advantage_sources` meets,
-    and with `objective.advantage_kind` among its kinds. If there is none, returns the estimator
-    `objective.advantage_kind`, from a group's rewards.
+    If `objective.advantage` names an estimator that needs more than a group's rewards, it is this
+    estimator. Otherwise it is the first of ESTIMATORS whose needs are met by `advantage_sources`,
+    and whose kinds include `objective.advantage_kind`. If there is no such estimator, it is the
+    estimator `objective.advantage_kind`, which needs a group's rewards alone.
     """
     name = self.objective.advantage
     named = find_estimator(name) if name else None
@@ -173,7 +176,7 @@ class RunConfig:
 
   @property
   def estimator_of_rewards(self) -> O.Estimator:
-    """Estimator of the host's part of advantages, from rewards."""
+    """Estimator of the host's part of advantages, computed from rewards."""
     return self._first_estimator(host=True) if self.estimator.on_devices else self.estimator
 
   def _first_estimator(self, host: bool = False) -> O.Estimator:
@@ -194,7 +197,7 @@ class RunConfig:
   def kl_by_group(self) -> bool:
     """Whether groups without advantages have no KL penalty.
 
-    With a critic, a teacher or a KL penalty in the reward, all groups have advantages.
+    If there is a critic, a teacher or a KL penalty in the reward, all groups have advantages.
     """
     return self.objective.kl_groups == "mixed" and not self.estimator.on_devices
 
@@ -207,12 +210,12 @@ class RunConfig:
 
   @property
   def models(self) -> int:
-    """Number of trained models: the policy, and a critic with critic.name=model."""
+    """Number of trained models: the policy, and the critic if critic.name=model."""
     return 1 + (self.critic.name == "model")
 
   @property
   def sampler_compute(self) -> ComputeConfig:
-    """Precision and formulations of rollouts and evaluations."""
+    """Precision and implementations of the model in rollouts and evaluations."""
     return self.engine.compute(self.compute)
 
   @property

@@ -31,8 +31,8 @@ class SamplingConfig:
   temperature: Temperature = key(1.0, "temperature of sampling; 0: greedy, which RL refuses")
   top_k: NonNegativeInt = key(
     0,
-    "sample from this number of likeliest tokens; 0: from all tokens. RL records these tokens, at "
-    f"most {MAX_CANDIDATES:,}.",
+    "sample from this number of likeliest tokens; 0: from all tokens. RL allows at most "
+    f"{MAX_CANDIDATES:,}, since it records these tokens at each position.",
   )
   top_p: ranges.PositiveFraction = key(
     1.0,
@@ -74,7 +74,7 @@ class ServerConfig:
   directory: str = key(
     "", 'directory of published weights, readable by all servers; "": published/ in the workdir'
   )
-  in_flight: PositiveInt = key(256, "largest number of concurrent responses on a server")
+  in_flight: PositiveInt = key(256, "largest number of concurrent responses on each server")
   timeout_s: PositiveSeconds = key(
     3600.0,
     "time limit of a request in seconds. Set it above the time of the longest response. A server "
@@ -96,8 +96,8 @@ class ServerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-  """Engine of rollouts and evaluations. Its keys change results by round-off alone. Round-off is
-  large for dtypes of 16 bits or less. docs/sampling.md"""
+  """Engine of rollouts and evaluations. Except for `name`, these keys change results by round-off
+  alone. Round-off is large for dtypes of 16 bits or less. docs/sampling.md"""
 
   slots: NonNegativeInt = key(
     0, "largest number of responses decoded at once, over all devices; 0: all responses of a batch"
@@ -119,8 +119,8 @@ class EngineConfig:
   cache_tokens: Positions = key(
     0,
     "number of positions of all pages, over all devices; 0: enough for whole windows. If there "
-    "are fewer, a response that finds no free page is restarted later (metric "
-    "sampling/put_aside).",
+    "are fewer, responses may have to wait for free pages. The prompt of such a response and its "
+    "tokens so far are then prefilled again (metric sampling/put_aside).",
   )
   page_tokens: PositiveInt = key(
     128,
@@ -134,12 +134,12 @@ class EngineConfig:
   )
   weights_dtype: Literal["", "int8"] = key(
     "",
-    '"": as dtype | int8: the matrices of layers are in int8, with a scale for each output channel',
+    '"": engine.dtype | int8: matrices of layers are in int8, with a scale for each output channel',
   )
   name: Literal["local", "server"] = key(
     "local",
-    "local: slots on the devices of the mesh | server: external servers. Of section engine, "
-    "servers use the keys dtype, urls and server alone.",
+    "local: slots on the devices of the mesh | server: external servers. In this section, only "
+    "the keys dtype, urls and server affect them.",
   )
   urls: tuple[str, ...] = key((), "addresses of servers, as http://host:port. docs/engines.md")
   server: ServerConfig = ServerConfig()

@@ -41,7 +41,7 @@ class ScheduleConfig:
     0, "number of iterations between two searches for lines appended to data.train; 0: never"
   )
   group_size_min: NonNegativeInt = key(
-    0, "group size of the easiest prompts; 0: all groups have rl.group_size responses"
+    0, "smallest group size, for the easiest prompts; 0: all groups have rl.group_size responses"
   )
 
   def __post_init__(self):
@@ -162,7 +162,9 @@ class RLConfig:
   )
   packed: bool = key(False, "True: pack several responses into a row. docs/running.md")
   dump_every: PositiveInt = key(
-    10, "number of iterations between two logs of samples in WORKDIR/rollouts"
+    10,
+    "number of iterations between two logs of samples in WORKDIR/rollouts. The first and the last "
+    "iteration are always logged.",
   )
 
   @property
@@ -223,7 +225,9 @@ class OptimizerConfig:
     "constant", "change of the learning rate after the warm-up"
   )
   warmup_steps: NonNegativeInt = key(
-    10, "number of updates of linear warm-up. The first has 1 / warmup_steps of the peak."
+    10,
+    "number of updates in which the learning rate rises linearly. The first update has the peak "
+    "divided by warmup_steps.",
   )
   final_fraction: ranges.Fraction = key(
     0.1, "learning rate of the last update, divided by the peak; unused if schedule=constant"
@@ -261,7 +265,9 @@ class CheckpointConfig:
     20, "number of iterations (RL) or updates (cold start) between checkpoints"
   )
   every_minutes: NonNegativeFloat = key(
-    30.0, "minutes after which the next step ends with a checkpoint; 0: only every `every` steps"
+    30.0,
+    "minutes since the last checkpoint after which the next step ends with a checkpoint; 0: "
+    "checkpoints only every `every` steps",
   )
   keep: PositiveInt = key(2, "number of newest checkpoints to keep")
   keep_every: NonNegativeInt = key(
@@ -309,11 +315,11 @@ class AlarmConfig:
   )
   reward: NonNegativeFloat = key(
     0.2,
-    "largest fall of the reward below its maximum, as a share of the range of rewards. The "
-    "reward is a mean over ten iterations.",
+    "largest fall of the mean reward below its maximum, as a share of the range of all rewards so "
+    "far. Each mean is over ten iterations.",
   )
   unknown: Fraction = key(
-    0.01, "largest share of responses without a verdict. Updates mask such responses."
+    0.01, "largest share of responses without a verdict. (Updates mask such responses.)"
   )
 
   def __post_init__(self):
