@@ -24,7 +24,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       train="",  # Required: apps@FILES (APPS or TACO), or files with the two fields below.
       eval="",  # Required, as in the command above. §5.1 has problems of 2024-10 to 2025-02.
       question_field="question",
-      answer_field="input_output",  # Tests, in a form of docs/rewards.md.
+      answer_field="input_output",  # Tests of the program. docs/rewards.md describes their formats.
       prompt_template="{question}",  # Unused by the formats apps and livecodebench.
       on_error="skip",  # Rows of TACO without tests are skipped and counted.
     ),

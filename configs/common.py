@@ -27,7 +27,7 @@ BOXED = "{question}\nPlease reason step by step, and put your final answer withi
 def base() -> ConfigDict:
   """Returns the default configuration, with all keys."""
   values = section(RunConfig())
-  # A dict from losses to options, for options that a run does not set. It is not declared.
+  # `tuned` is no declared key. It is a dict {loss: {option: value}} with values for unset options.
   values.objective.tuned = ConfigDict()
   return values
 

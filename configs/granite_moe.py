@@ -7,12 +7,12 @@ Command:   python -m gspo_jax.main --config=configs/granite_moe.py --workdir=DIR
 Hardware:  v6e (32 GiB), or two CPU cores and 24 GiB for a few iterations
 Expected:  not run by us at this size
 
-`aot` reports the memory of a device. On a v6e an update takes 28.4 of 32 GiB, and decoding 23.3. On
-an H100 an update takes 26.2 of 73 GiB, and decoding 19.6.
+`aot` reports the memory of a device. On a v6e an update takes 28.4 of 32 GiB, and decoding
+23.3 GiB. On an H100 an update takes 26.2 of 73 GiB, and decoding 19.6 GiB.
 
 Each layer has 32 experts, and a token uses 8 of them. An update may change the choice of experts.
-This is the paper's reason for GSPO in mixtures of experts. Runs of GSPO and of GRPO measure how
-often the choice changes.
+The paper proposes GSPO for mixtures of experts because of such changes. Runs of GSPO and of GRPO
+measure how often the choice changes.
 
 configs/granite_moe.py:tiny is a test of the set-up, with a small random model and the byte
 tokenizer. It needs only the two data files, and its reward stays near 0.

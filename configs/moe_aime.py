@@ -57,7 +57,8 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       engine=dict(slots=1024),  # From `aot --search`, for a mean response of 8,192 tokens.
       # The torus of 64 chips has three sides of 4. Two sides form the axis fsdp, one the axis
       # expert. The sampler's experts are split over fsdp alone, 16 chips, so tokens travel less far
-      # than over all 64 chips. `aot` estimates 321 s of sampling per iteration instead of 362 s.
+      # than over all 64 chips. `aot` estimates 321 s of sampling per iteration, and 362 s for a
+      # split over all chips.
       mesh=dict(fsdp=16, expert=4, rollout_experts="fsdp"),
       data=dict(
         train="",  # Required: problems with verifiable answers.

@@ -7,7 +7,7 @@ Hardware:  v5e-8 (16 GiB a chip) or one card of 80 GB, with adapters
 Expected:  not run by us at this size
 
 `aot` reports the memory of a device. On a chip of v5e-8 an update takes 4.5 of 16 GiB, and decoding
-6.9. On an H100 an update takes 24.4 of 73 GiB, and decoding 39.3.
+6.9 GiB. On an H100 an update takes 24.4 of 73 GiB, and decoding 39.3 GiB.
 
 configs/olmoe.py:tiny is a test of the set-up, with a small random model and the byte tokenizer. It
 needs only the two data files, and its reward stays near 0.

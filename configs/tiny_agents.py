@@ -23,8 +23,8 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     environment=dict(
       max_turns=6,  # Two calls, both repeated, then the answer, and a spare turn.
       call_cost=0.3,  # The reward of a right answer is 1.
-      # Only right answers have costs. Most answers are wrong at first. If these had costs too, the
-      # best policy at first would be to answer without a call.
+      # Only right conversations have costs. At first, most conversations are wrong. If these had
+      # costs too, the best policy at first would be to answer without a call.
       charge="right",
     ),
     sampling=dict(max_new_tokens=64),  # Five turns and four answers of the calculator take 61.

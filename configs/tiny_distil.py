@@ -1,8 +1,8 @@
 """On-policy distillation: a small dense Qwen3 learns to add from a mixture of experts.
 
 The teacher is a finished run of configs/tiny.py. The student has a tenth of the teacher's
-parameters, and a separate cold start. The student samples responses, and learns only from the
-teacher's log-probs of the sampled tokens. Verdicts are used in metrics only.
+parameters, and a separate cold start. The student samples responses. It learns from the
+teacher's log-probs of the sampled tokens, and not from rewards. Verdicts are used in metrics only.
 
 Command:   python -m gspo_jax.main --config=configs/tiny.py --workdir=/tmp/tiny
            python -m gspo_jax.main --config=configs/tiny_distil.py --workdir=/tmp/tiny_distil

@@ -12,13 +12,13 @@ Command:   python -m gspo_jax.main --config=configs/tiny_schedules.py:length --w
            python -m gspo_jax.tasks arithmetic:train --rows=256 > /tmp/sums.jsonl
            python -m gspo_jax.main --config=configs/tiny_schedules.py:groups --workdir=/tmp/groups
              --config.weights=/tmp/start/checkpoints/sft --config.data.train=/tmp/sums.jsonl
-           For tiny_schedules.py:growing, replace the name in the last command.
+           For tiny_schedules.py:growing, replace "groups" in the last command by "growing".
 Hardware:  any machine with two CPU cores; two to four minutes
 Expected:  eval/accuracy, seeds 17 to 19 (benchmarks/results/objectives.md):
            :groups 0.39 to 0.44 -> 0.88 to 0.91, with 45 % fewer tokens than with groups of 8;
            :growing 0.39 to 0.44 -> 0.88 to 0.92, or 0.70 to 0.83 if no lines are appended;
            :length 0.26 to 0.29 -> 0.46 to 0.56
-Paper:     arXiv:2507.18071, §5.1 mentions longer responses and updated query sets, but no rules
+Paper:     arXiv:2507.18071, §5.1 mentions longer responses and updated query sets, without rules
 """
 
 from gspo_jax.configs import common, tiny, tiny_long

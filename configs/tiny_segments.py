@@ -7,10 +7,10 @@ configs/tiny_segments.py:long   a segment is a line of a response of configs/tin
 The clip range of a segment of n tokens is proportional to 1/sqrt(n).
 
 Command:   python -m gspo_jax.main --config=configs/tiny_segments.py --workdir=/tmp/segments
-Hardware:  any machine with two CPU cores; a cold start of two minutes and one of RL
+Hardware:  any machine with two CPU cores; two minutes of cold start and one minute of RL
 Expected:  eval/accuracy 0.18 to 0.21 -> 0.81 to 0.88 with turns and with steps, and 0.28 to 0.29
-           -> 0.37 to 0.53 with lines (seeds 17 to 19). A ratio for the whole response reaches the
-           accuracy of turns and steps, and exceeds that of lines
+           -> 0.37 to 0.53 with lines (seeds 17 to 19). With one ratio for the whole response,
+           accuracy is as high as with turns and steps, and higher than with lines
            (benchmarks/results/objectives.md).
 Paper:     arXiv:2602.01202
 """

@@ -35,8 +35,8 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     ),
     sft=dict(
       steps=400,
-      target_loss=0.0,  # Off, since the model never learns to calculate without the calculator.
-      max_tokens=42,  # The prompt takes 9, and a demonstration's three turns 33.
+      target_loss=0.0,  # 0: none, since the model never learns to calculate without the calculator.
+      max_tokens=42,  # A prompt has up to 9 tokens, and a demonstration up to 33.
     ),
     rl=dict(iterations=40),
     eval=dict(every=5),

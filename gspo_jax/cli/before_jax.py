@@ -1,8 +1,8 @@
-"""Handles the command line before JAX and other libraries are imported. This import takes seconds.
+"""Handles the command line before JAX and other slow libraries are imported.
 
-At first this module imports only the standard library and small modules of this package. So a
-greeting, and messages about a wrong command line or missing libraries, appear at once. Only --help
-imports the declarations of keys, which need JAX.
+Importing them takes seconds. This module imports only the standard library and small modules of
+this package. So a greeting, and messages about a wrong command line or missing libraries, appear at
+once. --help is slower, since it imports the declarations of keys, which need JAX.
 """
 
 import ast
@@ -20,7 +20,8 @@ from gspo_jax.system.text import did_you_mean
 
 HELP = {"--help", "-help", "-h", "-?", "--helpshort", "-helpshort"}
 TRAIN = ("absl", "flax", "grain", "ml_collections", "optax", "orbax")
-# Some packages of each extra in setup.py. If one of them is missing, the extra is not installed.
+# A dict from extras of setup.py to some of their packages. If one of these is missing, the extra is
+# not installed.
 LIBRARIES = dict(
   train=TRAIN,
   experiments=(*TRAIN, "pandas", "scipy", "matplotlib"),
@@ -47,7 +48,8 @@ Flags:
   --config.KEY=VALUE  changes a key of the configuration
   --dry_run       checks all inputs as a run does and writes nothing; prints the changed keys, the
                   model's size, memory per device, tokens, operations and a lower bound of the time
-  --topology=v5p:4x4x4  makes a --dry_run for these TPUs (or h100:8 for GPUs), not local devices
+  --topology=v5p:4x4x4  makes a --dry_run for these TPUs instead of the local devices; h100:8 is
+                  a topology of GPUs
   --verbosity=1   prints tracebacks and messages of libraries
   --helpfull      lists the flags of all libraries too
 
@@ -76,8 +78,8 @@ def describe(path: Path) -> tuple[str, str, list[str]]:
   """Returns summary, hardware and variants of a configuration's file.
 
   All three are from the file's docstring. The summary is the first paragraph. The hardware is the
-  text of the line "Hardware: ...", or "" if there is no such line. The variants are all names that
-  follow the file's name, as in "tiny.py:NAME".
+  text after "Hardware:" on its line, or "" if there is no such line. The variants are all names
+  that follow the file's name, such as "gemma" in "tiny.py:gemma".
   """
   doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
   hardware = re.search(r"^Hardware:\s*(.*)$", doc, re.MULTILINE)
@@ -87,9 +89,10 @@ def describe(path: Path) -> tuple[str, str, list[str]]:
 
 
 def config_path(name: str) -> str:
-  """Replaces the name in NAME or NAME:VARIANT by its file's path.
+  """Replaces the name of a configuration by its file's path.
 
-  Returns paths of existing files and unknown names unchanged.
+  For example, "tiny:gemma" becomes ".../configs/tiny.py:gemma". Paths of existing files and unknown
+  names are returned unchanged.
   """
   file, colon, argument = name.partition(":")
   path = CONFIGS / f"{file}.py"
@@ -146,7 +149,7 @@ def _require_packages(extra: str) -> None:
 
 
 def first_error(arguments: Sequence[str]) -> str:
-  """Returns an error message for missing arguments or files, else ""."""
+  """Returns an error message if arguments or the file of --config are missing, else ""."""
   if not arguments:
     names = ", ".join(config_names())
     return f"--config must be given: {names}, or the path of a file; --help has more"

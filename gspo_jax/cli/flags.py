@@ -28,9 +28,9 @@ BAD_INPUT = 2  # Exit code for errors in the command line, or in a file that it 
 def read_config(read_model: Callable[[RunConfig], ModelConfig]) -> RunConfig:
   """Returns the configuration, with changes by flags --config.KEY=VALUE.
 
-  If a flag sets `weights`, or section `model` has its defaults, the model is read from the weights.
-  But if --config names a variant (NAME:VARIANT), the model is that of the file. In both cases,
-  flags may still change keys of the model. An error ends the process with one line.
+  If --config names a variant (NAME:VARIANT), the file determines the model. Otherwise the model is
+  read from the weights if a flag sets `weights`, or if section `model` has its defaults. In all
+  cases, flags may still change keys of the model. An error ends the process with one line.
 
   read_model: function from a configuration to the model of its weights.
   """
@@ -65,8 +65,8 @@ try:
     "config",
     None,
     "Configuration: its name, e.g. tiny, or the path of a file.",
-    # Keys without default are allowed: options of a user's own functions, and entries of a section
-    # such as `data.template_arguments`. `parse` refuses all other unknown keys.
+    # Flags may set keys that are not in the file: options of a user's own functions, and entries of
+    # a section such as `data.template_arguments`. `parse` refuses all other unknown keys.
     lock_config=False,
     accept_new_attributes=True,
   )
@@ -91,7 +91,7 @@ def cache_compiled_programs() -> None:
 
 
 def filename() -> str:
-  """Returns the value of --config, variant included."""
+  """Returns the value of --config, with its variant."""
   return config_flags.get_config_filename(flags.FLAGS["config"])
 
 
@@ -170,7 +170,7 @@ def _check_keys(argv: list[str], values: dict[str, Any]) -> None:
 
 
 def _with_user_options(argv: list[str], section: Mapping[str, Any]) -> dict[str, Any]:
-  """Adds options of a user's own loss and estimator to `objective`.
+  """Returns section `objective` with options of a user's own loss and estimator.
 
   The value of an option is None if the file does not set it.
   """

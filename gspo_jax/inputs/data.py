@@ -25,7 +25,7 @@ class Data:
   """Tokenized prompts of a run."""
 
   train_prompts: Sequence[Prompt]  # [] for a job without training.
-  demonstrations: Sequence[Prompt]  # For the cold start; [] without a cold start.
+  demonstrations: Sequence[Prompt]  # For the cold start; [] if there is none.
   recordings: recorded.Recordings | None  # Responses for job=offline; None for other jobs.
   held_out: Sequence[HeldOut]  # Problems of each benchmark.
   evaluations: Sequence[HeldOut]  # Benchmarks of the job's evaluations; [] for job=sft.
@@ -43,7 +43,7 @@ def read_data(config: RunConfig, tok: Tokenizer) -> Data:
   Raises:
     ValueError: a file, row or gold answer is invalid; the message names it.
   """
-  # If there is an environment, the run's own verifier scores nothing.
+  # If there is an environment, `reward.name` scores nothing.
   verifier = "" if config.environment.name else config.reward.name
   check_answer = rewards.answer_check(verifier if config.has_iterations else "")
   recordings = _read_recordings(config, tok) if config.job == "offline" else None
@@ -69,7 +69,7 @@ def read_data(config: RunConfig, tok: Tokenizer) -> Data:
 def _read_held_out(
   config: RunConfig, tok: Tokenizer, verifier: str, trained: Sequence[Sequence[Prompt]]
 ) -> list[HeldOut]:
-  """Reads the problems of each benchmark, and counts overlaps with the `trained` prompts."""
+  """Reads the problems of each benchmark, and counts those in `trained`, the training prompts."""
   held_out = []
   for name, benchmark, key in config.benchmarks():
     check_gold = rewards.answer_check(benchmark.reward or verifier)
@@ -99,8 +99,8 @@ def _read_demonstrations(
 ) -> Sequence[Prompt]:
   """Selects demonstrations within `sft.max_tokens`.
 
-  Raises DataError if fewer than two fit and `sft.target_loss` is set, or if one does not fit and
-  `on_error` is "raise".
+  Raises DataError if none fits, if one does not fit and `on_error` is "raise", or if fewer than two
+  fit and `sft.target_loss` is set.
   """
   fitting = sources.fitting(prompts, tok, sft.max_tokens, on_error)
   if sft.target_loss and len(fitting) < 2:
@@ -129,7 +129,7 @@ def try_environment(
     config: configuration of the run.
     environment: constructor of environments.
     tok: tokenizer of the policy.
-    prompt: prompt of the trial.
+    prompt: the problem.
 
   Raises:
     ValueError: a conversation cannot begin, or the environment fails on both turns.

@@ -58,7 +58,7 @@ def make_meshes(config: RunConfig, devices: list[Any] | None = None) -> Meshes:
 
 
 def check_devices(config: RunConfig, batch_shards: int) -> None:
-  """Raises ValueError if a micro-batch's rows do not divide over devices."""
+  """Raises ValueError if `batch_shards` does not divide the rows of a micro-batch."""
   rows = {}
   if config.has_iterations:
     name = "rl.prompts × rl.group_size / (rl.minibatches × rl.microbatches)"
@@ -74,7 +74,7 @@ def check_devices(config: RunConfig, batch_shards: int) -> None:
 def check_engine(
   config: RunConfig, tok: Tokenizer, mesh: jax.sharding.Mesh, evaluations: Sequence[HeldOut]
 ) -> None:
-  """Raises ValueError if the local engine cannot run a workload."""
+  """Raises ValueError if the local engine cannot run training or an evaluation."""
   if config.engine.name == "local":
     for load in _workloads(config, tok, evaluations):
       requests.sizes(load, config.engine, sharding.batch_shards(mesh))

@@ -18,13 +18,13 @@ def describe(
 ) -> rules.DataFacts:
   """Returns facts about machine and data for `rules.warnings`.
 
-  At most 999 answers of each data set are examined.
+  At most 999 answers of each set of problems are examined.
 
   Args:
     c: configuration of the run.
     data: prompts of the run.
     encode: function from a text to the policy's tokens.
-    has_tokenizer: whether the weights are published with a tokenizer.
+    has_tokenizer: whether the weights include a tokenizer.
   """
   checked = {}
   if c.samples_prompts and c.has_iterations and not c.environment.name:
@@ -55,8 +55,8 @@ def _fitting_share(
 ) -> float:
   """Returns the share of gold answers within `limit` tokens.
 
-  The share is 1 if there are no gold answers, or if the verifier accepts responses without the gold
-  answer, as the verifier of programs does.
+  The share is 1 if there are no gold answers. It is also 1 if right responses need not contain the
+  gold answer, as for tests of programs and for a user's functions.
   """
   if verifier not in ("arithmetic", "recurrence", "math", "string") or not golds:
     return 1.0

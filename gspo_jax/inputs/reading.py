@@ -44,9 +44,10 @@ class Inputs:
   environment: environments.Make | None  # None for single turns.
   rewards: Mapping[str, RewardConfig]  # Reward settings, by name of the verifier.
   data: Data
-  trial: Trial | None  # Of the first problem; None for single turns, or if there are no problems.
+  # Trial of the environment on the first problem; None if there is no environment or no problem.
+  trial: Trial | None
   meshes: Meshes
-  teacher: Teacher | None  # None without distillation.
+  teacher: Teacher | None  # None if there is no distillation.
   date: datetime.datetime  # First start of the run.
   contents: Mapping[str, str]  # Descriptions of weights, code and data, by configuration key.
 
@@ -108,9 +109,9 @@ def read_inputs(
 def model_of_weights(config: RunConfig, workdir: Path | None = None) -> ModelConfig:
   """Returns the model configuration that belongs to the weights.
 
-  Random weights have the configured model. A resumed run has the weights recorded at its first
-  start. Collective: call it on all hosts. Raises ValueError if the config.json of the weights is
-  missing or unsupported.
+  Random weights have the configured model. A resumed run has the model of the weights recorded at
+  its first start. Collective: call it on all hosts. Raises ValueError if the config.json of the
+  weights is missing or unsupported.
   """
   recorded = {}
   if workdir is not None:
@@ -135,7 +136,7 @@ def read_parts(
     devices: as in `read_inputs`.
   """
   origins = provenance.recorded_origins(recorded, dataclasses.asdict(config))
-  date = provenance.first_start(recorded)  # For chat templates.
+  date = provenance.first_start(recorded)  # Chat templates may contain the date.
   check_objective(config)
   sections = reward_sections(config)
   source = read_model(config, origins["start"])
@@ -183,7 +184,7 @@ def read_model(config: RunConfig, recorded: Mapping[str, Any]) -> WeightSource:
 
 
 def _check_adapter(lora: LoraConfig, model: ModelConfig) -> None:
-  """Raises ValueError if adapters do not fit the model, or come from no fixed commit."""
+  """Raises ValueError if adapters do not fit the model, or name no fixed commit."""
   from gspo_jax.models.hf import peft  # Imported here: other runs do not need safetensors.
 
   adapter = lora.adapter
