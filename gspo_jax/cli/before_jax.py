@@ -149,7 +149,7 @@ def _require_packages(extra: str) -> None:
 
 
 def first_error(arguments: Sequence[str]) -> str:
-  """Returns an error message if arguments or the file of --config are missing, else ""."""
+  """Returns an error message for missing arguments or files, else ""."""
   if not arguments:
     names = ", ".join(config_names())
     return f"--config must be given: {names}, or the path of a file; --help has more"

@@ -170,7 +170,7 @@ def _check_keys(argv: list[str], values: dict[str, Any]) -> None:
 
 
 def _with_user_options(argv: list[str], section: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns section `objective` with options of a user's own loss and estimator.
+  """Returns `objective` with options of a user's own loss and estimator.
 
   The value of an option is None if the file does not set it.
   """

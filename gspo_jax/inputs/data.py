@@ -69,7 +69,7 @@ def read_data(config: RunConfig, tok: Tokenizer) -> Data:
 def _read_held_out(
   config: RunConfig, tok: Tokenizer, verifier: str, trained: Sequence[Sequence[Prompt]]
 ) -> list[HeldOut]:
-  """Reads the problems of each benchmark, and counts those in `trained`, the training prompts."""
+  """Reads the problems of each benchmark, and counts those in `trained`."""
   held_out = []
   for name, benchmark, key in config.benchmarks():
     check_gold = rewards.answer_check(benchmark.reward or verifier)

@@ -74,7 +74,7 @@ def check_devices(config: RunConfig, batch_shards: int) -> None:
 def check_engine(
   config: RunConfig, tok: Tokenizer, mesh: jax.sharding.Mesh, evaluations: Sequence[HeldOut]
 ) -> None:
-  """Raises ValueError if the local engine cannot run training or an evaluation."""
+  """Raises ValueError if the local engine cannot run a workload of the job."""
   if config.engine.name == "local":
     for load in _workloads(config, tok, evaluations):
       requests.sizes(load, config.engine, sharding.batch_shards(mesh))

@@ -107,7 +107,7 @@ def read_inputs(
 
 
 def model_of_weights(config: RunConfig, workdir: Path | None = None) -> ModelConfig:
-  """Returns the model configuration that belongs to the weights.
+  """Returns the model configuration of the weights.
 
   Random weights have the configured model. A resumed run has the model of the weights recorded at
   its first start. Collective: call it on all hosts. Raises ValueError if the config.json of the

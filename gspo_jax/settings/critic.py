@@ -24,14 +24,14 @@ class CriticConfig:
     "model, initialised from the policy",
   )
   warmup_iterations: NonNegativeInt = key(
-    0, "number of first iterations that update the critic alone"
+    0, "number of iterations at the start that update the critic alone"
   )
   discount: PositiveFraction = key(
-    1.0, "γ of GAE, per token or, if objective.advantage=turn_gae, per turn; 1: no discount"
+    1.0, "γ of GAE, per token (per turn if objective.advantage=turn_gae); 1: no discount"
   )
   trace: Fraction = key(
     0.95,
-    "λ of GAE, per token or, if objective.advantage=turn_gae, per turn; 1: Monte Carlo returns",
+    "λ of GAE, per token (per turn if objective.advantage=turn_gae); 1: Monte Carlo returns",
   )
   bootstrap: bool = key(
     False, "True: the state after a truncated response has the critic's value | False: it has 0"

@@ -106,8 +106,8 @@ class QuerySetConfig:
 
   drop_after: NonNegativeInt = key(
     0,
-    "number of consecutive all-right groups, or of consecutive all-wrong groups, after which "
-    "their prompt is dropped; 0: never",
+    "a prompt is dropped after this number of consecutive groups that are all right, or that are "
+    "all wrong; 0: never",
   )
   readmit_after: NonNegativeInt = key(
     0, "number of iterations until a dropped prompt is readmitted; 0: never"

@@ -101,7 +101,7 @@ class ModelConfig:
   )
   decoder_sparse_step: PositiveInt = key(1, "n, if only every n-th layer has experts")
   mlp_only_layers: tuple[NonNegativeInt, ...] = key(
-    (), "indices, from 0, of layers without experts, beside those of decoder_sparse_step"
+    (), "indices, from 0, of dense layers that decoder_sparse_step would give experts"
   )
   rope_theta: Theta = required("base of the rotary positions' wavelengths")
   rms_norm_eps: ranges.Fraction = required("ε of RMSNorm, added to the mean square")

@@ -19,7 +19,7 @@ from gspo_jax.settings.ranges import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-  """Rotary positions, beside `rope_theta` (models/attention/positions.py)."""
+  """Rotary positions, in addition to `rope_theta` (models/attention/positions.py)."""
 
   rule: Literal["default", "linear", "llama3", "yarn"] = key(
     "default", "rule that scales frequencies for longer contexts"
@@ -32,35 +32,37 @@ class RopeConfig:
   )
   low_freq_factor: NonNegativeFloat = key(
     1.0,
-    "waves with fewer turns than this within original_length have their frequency divided by "
-    "factor, for the rule llama3",
+    "rule llama3: waves with fewer turns than this within original_length have their frequency "
+    "divided by factor",
   )
   high_freq_factor: NonNegativeFloat = key(
-    4.0, "waves with more turns than this within original_length are unchanged, for the rule llama3"
+    4.0, "rule llama3: waves with more turns than this within original_length are unchanged"
   )
   beta_fast: NonNegativeFloat = key(
-    32.0, "waves with more turns than this within original_length are unchanged, for the rule yarn"
+    32.0, "rule yarn: waves with more turns than this within original_length are unchanged"
   )
   beta_slow: NonNegativeFloat = key(
     1.0,
-    "waves with fewer turns than this within original_length have their frequency divided by "
-    "factor, for the rule yarn",
+    "rule yarn: waves with fewer turns than this within original_length have their frequency "
+    "divided by factor",
   )
   attention_factor: NonNegativeFloat = key(
-    0.0, "factor on queries and keys, for the rule yarn; 0: computed from mscale and mscale_all_dim"
+    0.0, "rule yarn: factor on queries and keys; 0: computed from mscale and mscale_all_dim"
   )
   mscale: NonNegativeFloat = key(
     0.0,
-    "m in the numerator 1 + 0.1 m log(factor) of attention_factor, for the rule yarn. If mscale "
-    "or mscale_all_dim is 0, m is 1.",
+    "rule yarn: m in the numerator 1 + 0.1 m log(factor) of attention_factor. If mscale or "
+    "mscale_all_dim is 0, m is 1.",
   )
   mscale_all_dim: NonNegativeFloat = key(
     0.0,
-    "m in the denominator 1 + 0.1 m log(factor) of attention_factor, for the rule yarn. If "
-    "mscale or mscale_all_dim is 0, the denominator is 1.",
+    "rule yarn: m in the denominator 1 + 0.1 m log(factor) of attention_factor. If mscale or "
+    "mscale_all_dim is 0, the denominator is 1.",
   )
   truncate: bool = key(
-    True, "True: interpolate between whole indices of frequencies, for the rule yarn"
+    True,
+    "rule yarn: whether the bounds of beta_fast and beta_slow are rounded to whole indices of "
+    "frequencies",
   )
   share: ranges.PositiveFraction = key(1.0, "share of a head's dimensions that are rotated")
   local: bool = key(False, "True: the rule also scales frequencies of local layers")
@@ -91,7 +93,8 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-  """Choice of experts, beside `experts_per_token` and `norm_topk_prob` (models/experts/moe.py)."""
+  """Choice of experts, in addition to `experts_per_token` and `norm_topk_prob`
+  (models/experts/moe.py)."""
 
   scores: Literal["softmax", "sigmoid"] = key(
     "softmax", "function from logits to scores of experts"
@@ -123,7 +126,7 @@ class RouterConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoresConfig:
-  """Attention scores, beside `query_pre_attn_scalar`, soft cap and window."""
+  """Attention scores, in addition to `query_pre_attn_scalar`, soft cap and window."""
 
   scale: NonNegativeFloat = key(
     0.0, "factor on q kᵀ (Granite); 0: the factor of query_pre_attn_scalar"

@@ -68,7 +68,7 @@ class RewardConfig:
   )
   isolation: Literal[ISOLATIONS] = key(
     "auto",
-    "sandbox of programs (reward.name=code). auto: like namespaces | namespaces: Linux "
+    "sandbox of programs (reward.name=code). namespaces: Linux namespaces | auto: the same as "
     "namespaces | none: programs have the rights of the user",
   )
   format: Literal["none", "think", "think_answer"] = key("none", "tags that a response should have")
@@ -166,7 +166,7 @@ class RewardSignal:
     "else 0.",
   )
   weight: Number = key(
-    0.0, "weight of the number, after standardisation within its group; 0: the signal is unused"
+    0.0, "weight of the number, after standardisation within each group; 0: the signal is unused"
   )
 
 
@@ -195,7 +195,8 @@ class CostSignal:
   gain: NonNegativeFloat = key(
     2.0,
     "largest proportional term of the multiplier. The term is this large if the mean violates the "
-    "limit by one standard deviation or more. It prevents overshooting. 0: no such term.",
+    "limit by one standard deviation or more, and proportionally smaller otherwise. The term "
+    "prevents overshooting. 0: no such term.",
   )
   most: PositiveFloat = key(10.0, "largest multiplier")
 
@@ -209,7 +210,7 @@ class ConstraintConfig:
   """Further rewards, and costs with limits. You choose their names. docs/objectives.md"""
 
   reward_weight: NonNegativeFloat = key(
-    1.0, "weight of the reward of section reward, after standardisation within its group"
+    1.0, "weight of the reward of section reward, after standardisation within each group"
   )
   rewards: dict[str, RewardSignal] = key(
     dict(extra=RewardSignal()), "sections of further rewards, by name"

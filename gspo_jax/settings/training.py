@@ -196,8 +196,8 @@ class LoraConfig:
   alpha: PositiveFloat = key(32.0, "adapters are multiplied by alpha / rank")
   matrices: tuple[Matrix, ...] = key(
     typing.get_args(Matrix),
-    "matrices of layers and experts that have adapters, by PEFT's names. q_proj includes the "
-    "gates of attention.",
+    "matrices with adapters, in layers and in experts, by PEFT's names. q_proj includes the gates "
+    "of attention.",
   )
   adapter: str = key(
     "", 'initial adapters: PEFT directory, local or gs://... | OWNER/NAME@COMMIT | "": new adapters'
@@ -319,7 +319,7 @@ class AlarmConfig:
     "far. Each mean is over ten iterations.",
   )
   unknown: Fraction = key(
-    0.01, "largest share of responses without a verdict. (Updates mask such responses.)"
+    0.01, "largest share of responses without a verdict. Updates mask these responses."
   )
 
   def __post_init__(self):
