@@ -45,8 +45,7 @@ class DataFacts:
   demonstrations: int = 0  # Number of demonstrations of the cold start; 0 without a cold start.
   # Shares of gold answers that fit into a response: a dict by key of the data (data.train, ...).
   answers: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  # Most frequent gold answers, with their shares: a dict by key of the data, such as
-  # {"data.train": "none: 40%"}. It has no entry if the answer is not a word.
+  # Most frequent gold answers that are words, with their shares: {"data.train": "none: 40%"}.
   words: Mapping[str, str] = dataclasses.field(default_factory=dict)
   format_tokens: int = 0  # Number of tokens of the tags of reward.format.
   shared: str = ""  # Counts of held-out problems in training data, as text; "" if there are none.
@@ -146,10 +145,7 @@ def _active(c: RunConfig) -> dict[str, RewardSignal | CostSignal]:
 
 
 def _is_vacuous(c: RunConfig, cost: RewardSignal | CostSignal) -> bool:
-  """Whether every possible mean cost satisfies the limit, or none does.
-
-  False if the multiplier is fixed, or if the range of the signal is unknown.
-  """
+  """Whether a cost's adaptive limit lies outside the known range of its signal."""
   if not isinstance(cost, CostSignal) or cost.signal not in (*RESPONSE_SIGNALS, *VERIFIERS):
     return False
   low, high = (1, c.sampling.max_new_tokens) if cost.signal == "length" else (0, 1)
@@ -506,10 +502,7 @@ def warnings(c: RunConfig, facts: DataFacts) -> list[str]:
 
 
 def invalid(c: RunConfig, facts: DataFacts | None = None) -> Iterator[tuple[NamedTuple, str]]:
-  """Yields each broken rule for invalid settings, with its message.
-
-  facts: None to exclude the rules about data and machine.
-  """
+  """Yields each broken rule for invalid settings, with its message."""
   yield from _broken(INVALID + (INVALID_RL if c.has_iterations else ()), c)
   for row in UNUSED:
     for name, value, default in _changed(c, row.keys.split()) if row.off(c) else ():
