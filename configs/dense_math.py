@@ -35,7 +35,6 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       model=common.model(sizes.tiny_dense(vocab_size=264)),
       compute=dict(logits_chunk=128),
       data=dict(max_prompt_tokens=1088),  # A token is a byte. The longest question has 991.
-      reward=dict(workers=1),
       sampling=dict(max_new_tokens=32),
       rl=dict(iterations=20, prompts=4, group_size=4, dump_every=5),
       eval=dict(every=10, problems=16, batch=16),

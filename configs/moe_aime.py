@@ -41,7 +41,6 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     config.update(
       compute=dict(logits_chunk=16),
       engine=dict(cache="paged", page_tokens=16),  # A paged cache, as on TPU.
-      reward=dict(workers=1),
       sampling=dict(max_new_tokens=24),
       objective=dict(volatility=True),
       rl=dict(iterations=6, prompts=16, microbatches=2, dump_every=2),

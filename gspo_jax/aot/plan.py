@@ -202,13 +202,14 @@ def iteration(
     devices = devices[:1] if devices[0].platform == "cpu" else devices  # CPU devices share cores.
     basis = f"at {peak:.3g} operations/s, measured with a large matrix product on this machine"
   seconds = total / peak / len(devices)
+  least = clock_text(seconds * rl.iterations) if seconds * rl.iterations >= 1 else "under a second"
   return [
     f"iterations: {rl.iterations:,}, each of {responses:,} responses ({rl.prompts:,} prompts x "
     f"{rl.group_size:,}), at most {tokens:,} tokens, and {rl.updates:,} updates",
     f"operations: at most {total:.3g} in an iteration, {total * rl.iterations:.3g} in all "
     f"{rl.iterations:,} (without evaluations)",
-    f"time: at least {clock_text(seconds * rl.iterations)} {basis}, if all responses have full "
-    f"length ({seconds:.3g} s an iteration). The actual time is far longer: decoding is bound by "
+    f"time: at least {least} {basis}, if all responses have full length ({seconds:.3g} s an "
+    f"iteration). The actual time is far longer: decoding is bound by "
     "memory, and small models by the host. A run prints its remaining time from the second "
     "iteration on",
     *filter(None, [passes.describe_old_policy(c)]),

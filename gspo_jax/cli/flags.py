@@ -191,5 +191,8 @@ def _flag_error(error: Exception) -> str:
   while isinstance(error, BaseException) and error.args:
     error = error.args[0]  # ml_collections wraps its hint in two exceptions.
   if str(error).startswith("Unknown command line flag"):
-    return f"{error}; a key of the configuration is set with --config.KEY=VALUE"
+    name = re.findall("'(.*?)'", str(error))[0]
+    keys = [f"--config.{key}" for key in reading.suggest("", name, ranges.kinds(RunConfig))]
+    hint = f"did you mean {' or '.join(keys)}?" if keys else "keys are set with --config.KEY=VALUE"
+    return f"{str(error).removesuffix('.')}; {hint}"
   return str(error)

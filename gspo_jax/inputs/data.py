@@ -162,17 +162,14 @@ def reward_sections(config: RunConfig) -> dict[str, RewardConfig]:
   """Returns section `reward` for each verifier of the run and its benchmarks.
 
   Raises:
-    ValueError: a verifier cannot be imported, or contradicts other keys of the section.
+    ValueError: a verifier cannot be imported.
   """
   sections = {config.reward.name: config.reward}
-  for name, b, _ in config.benchmarks():
+  for _, b, _ in config.benchmarks():
     if b.reward and b.reward not in sections:
-      try:
-        sections[b.reward] = dataclasses.replace(
-          config.reward, name=b.reward, partial=0.0, per_line=False
-        )
-      except ValueError as error:
-        raise ValueError(f"eval.benchmarks.{name}.reward={b.reward!r}: {error}") from error
+      sections[b.reward] = dataclasses.replace(
+        config.reward, name=b.reward, partial=0.0, per_line=False
+      )
   for name in sections:
     rewards.check_importable(name)
   check_signals(config.constraints)

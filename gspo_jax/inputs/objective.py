@@ -7,9 +7,11 @@ import numpy as np
 from gspo_jax import objectives as O
 from gspo_jax.learner.objective import configured_loss
 from gspo_jax.rollouts.advantages import advantages
+from gspo_jax.settings.losses import find_loss
 from gspo_jax.settings.objective import ObjectiveConfig
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.structs import ModelInputs, TrainBatch
+from gspo_jax.system import user_code
 
 _B, _T = 4, 6  # Responses and tokens of the trial.
 
@@ -39,7 +41,13 @@ def _check_loss(config: ObjectiveConfig, max_length: int) -> None:
       logp_BT, hyperparameters
     )
   except Exception as error:  # User code may raise anything.
-    raise ValueError(f"{label} fails on arrays [{_B}, {_T}]: {_first_line(error)}") from error
+    advantage = f"advantage_BT [{_B}, {_T}]"
+    if not find_loss(config.name).by_token:
+      advantage = f"advantage_B [{_B}], since its third argument is not called advantage_BT"
+    reason = user_code.describe_error(error, config.name)
+    raise ValueError(
+      f"{label} fails on log-probs and mask [{_B}, {_T}] and {advantage}: {reason}"
+    ) from error
   total, _, clipped_BT = sums
   fault = ""
   if clipped_BT.shape != (_B, _T):
@@ -78,7 +86,7 @@ def _check_estimator(config: ObjectiveConfig, group_size: int, right_from: float
   try:
     advantage_PG = advantages(config, reward_PG, valid_PG, right_from)
   except Exception as error:  # User code may raise anything.
-    reason = _first_line(error)
+    reason = user_code.describe_error(error, config.advantage_kind)
     raise ValueError(f"{label} fails on rewards {list(shape)}: {reason}") from error
   fault = ""
   if not np.isfinite(advantage_PG).all():
@@ -87,7 +95,3 @@ def _check_estimator(config: ObjectiveConfig, group_size: int, right_from: float
     fault = "is 0 for rewards that differ"
   if fault:
     raise ValueError(f"{label} {fault} (tried on rewards {list(shape)})")
-
-
-def _first_line(error: Exception) -> str:
-  return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -177,15 +177,18 @@ def assess_loss(rows: Rows, flat: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
-  """Answers by alarms, skipped updates, dropped tokens and gradients.
+  """Answers by alarms, skipped updates, dropped tokens, gradients and rewards.
 
   The answer is "No" in any of these cases:
 
-    - an alarm in the last tenth of the rows
-    - dropped tokens
-    - a non-finite loss or gradient in a row without skipped updates
-    - a gradient of 0 in all rows, if there are at least three rows
-    - skipped updates in each of the last three rows, or in all rows if there are fewer
+  - an alarm in the last tenth of the rows
+  - dropped tokens
+  - a non-finite loss or gradient in a row without skipped updates
+  - a gradient of 0 in all rows, if there are at least three rows
+  - skipped updates in each of the last three rows, or in all rows if there are fewer
+
+  The answer is "Look closer" after other skipped updates, after earlier alarms, and if all groups
+  of all rows have equal rewards.
   """
   rows = by_phase["rl"]
   # Step 0 only evaluates.
@@ -200,6 +203,7 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
     for row, count in zip(trained, skipped)
     if not count and any(k in row and not _finite([row], k) for k in ("loss", "grad_norm"))
   ]
+  equal = _finite(trained, "groups_without_spread")
   norms = _finite(trained, "grad_norm")
   idle = len(norms) * (not any(norms))
   last = trained[-max(1, len(trained) // 10) :]  # Rows of the last tenth.
@@ -216,6 +220,7 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
     ("bad", dropped, f"experts dropped {_count(dropped, 'token')}"),
     (idle_state, idle, f"no learning: the gradient was 0 in all {idle} rows"),
     ("bad", broken, f"loss or gradient was not finite in {_count(len(broken), 'row')}"),
+    ("open", min(equal, default=0) == 1, "rewards are equal within each group"),
     (skipped_state, sum(skipped), _count(sum(skipped), "skipped update")),
     ("open", alarms and not recent, f"{earlier} earlier, none at the end"),
   ]

@@ -32,6 +32,7 @@ import numpy as np
 
 from gspo_jax.rewards import lines, shaping
 from gspo_jax.settings.rewards import LARGEST_REWARD, VERIFIERS, RewardConfig
+from gspo_jax.system import user_code
 from gspo_jax.verifiers import pool, thought
 
 _USER = "gspo_jax.rewards.user_function"  # Verifier of names `package.module:function`.
@@ -126,9 +127,14 @@ def try_out(scorer: Scorer, name: str, prompt: Prompt) -> list[float]:
   scores = scorer([prompt.answer, ""], [prompt] * 2)
   if len(scores.unknown) == 2:
     remedy = "a function takes the response and a dict (id, question, answer), and returns a number"
+    gold, empty = scores.unknown[0], scores.unknown[1]
     raise ValueError(
       f"reward.name={name!r} fails on problem {prompt.id}: on its gold answer as a response "
-      f"({scores.unknown[0]}), and on an empty response ({scores.unknown[1]})"
+      + (
+        f"and on an empty one ({gold})"
+        if gold == empty
+        else f"({gold}), and on an empty one ({empty})"
+      )
       + ("" if name in VERIFIERS else f"; {remedy}")
     )
   return [math.nan if i in scores.unknown else float(x) for i, x in enumerate(scores.reward)]
@@ -152,6 +158,7 @@ def check_importable(name: str, key: str = "reward.name") -> None:
   if spec is None:
     raise ValueError(
       f"{key}={name!r}: there is no module {module} in the working directory or on PYTHONPATH"
+      f"{user_code.near_modules(module)}"
     )
 
 

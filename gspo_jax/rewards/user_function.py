@@ -72,7 +72,11 @@ def call(item: list[Any]) -> float:
   function = _load(name, name)
   if not arguments:
     return 0.0
-  value = float(function(*arguments))
+  try:
+    value = float(function(*arguments))
+  except Exception as error:  # User code may raise anything.
+    error.add_note(user_code.describe_error(error, name))  # The pool reports the last line.
+    raise
   if not abs(value) <= LARGEST_REWARD:  # NaN fails too.
     raise ValueError(
       f"{name} returned {value}: return a number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from gspo_jax import objectives as O
-from gspo_jax.settings import ranges
+from gspo_jax.settings import other_names, ranges
 from gspo_jax.settings.losses import (
   DYNAMIC,
   ESTIMATOR_NAMES,
@@ -340,7 +340,11 @@ def _correction_options(config: ObjectiveConfig) -> dict[str, Any]:
 
 def _require_option(key: str, options: Mapping[str, Any], name: str) -> None:
   if key not in options:
-    raise ValueError(f"objective.{name} has no such option; it has {', '.join(options) or 'none'}")
+    near = [x.removeprefix("objective.") for x in other_names.keys(key)]
+    hint = "".join(f"; did you mean {x}?" for x in near if x in options)
+    raise ValueError(
+      f"objective.{name} has no such option; it has {', '.join(options) or 'none'}{hint}"
+    )
 
 
 def _require_one_of(key: str, value: Any, allowed: tuple[str, ...], note: str = "") -> None:

@@ -76,6 +76,9 @@ class Range:
     return f"{text}: {self.reason}" if self.reason else text
 
 
+_SYNONYMS = {"vllm": "server", "sglang": "server"}  # Other libraries' words, for error messages.
+
+
 @dataclasses.dataclass(frozen=True)
 class Name:
   """One of `words`, or the name of a user's function, `package.module:function`."""
@@ -84,6 +87,11 @@ class Name:
 
   def __contains__(self, value: str) -> bool:
     return value in self.words or (isinstance(value, str) and bool(_DOTTED.fullmatch(value)))
+
+  @staticmethod
+  def with_colon(value: str) -> str:
+    """Returns a name with a colon in the place of its last dot."""
+    return ":".join(value.rsplit(".", 1))
 
   def __str__(self) -> str:
     return (
@@ -100,7 +108,6 @@ Fraction = Annotated[float, Range(0, 1)]
 PositiveFraction = Annotated[float, Range(0, 1, excluded=(0,))]
 FractionBelowOne = Annotated[float, Range(0, 1, excluded=(1,))]
 Temperature = Annotated[float, Range(0.01, 100, also=0)]  # Divisor of logits; 0: greedy.
-Workers = Annotated[int, Range(0, 1024)]  # Processes or threads.
 Seconds = Annotated[float, Range(0, 86_400)]
 PositiveSeconds = Annotated[float, Range(0, 86_400, excluded=(0,))]
 Seed = Annotated[int, Range(0, 2**32 - 1)]
@@ -128,7 +135,9 @@ def check_value(kind: Any, value: Any, key: str) -> None:
   permitted = arguments if origin is Literal else arguments[1] if origin is Annotated else None
   if isinstance(permitted, tuple | Name) and value not in permitted:
     choices = permitted.words if isinstance(permitted, Name) else permitted
-    hint = did_you_mean(str(value), map(str, choices))
+    hint = did_you_mean(_SYNONYMS.get(value, str(value)), map(str, choices))
+    if isinstance(permitted, Name) and permitted.with_colon(value) in permitted:
+      hint = f"; did you mean {permitted.with_colon(value)}?"
     raise ValueError(f"{key}={value!r} is not {describe(kind)}{hint}")
   if isinstance(permitted, Range) and value not in permitted:
     as_float32 = " (in float32)" if isinstance(value, float) and value != _float32(value) else ""

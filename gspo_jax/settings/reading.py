@@ -9,72 +9,11 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from gspo_jax.settings import ranges, rules
+from gspo_jax.settings import other_names, ranges, rules
 from gspo_jax.settings.objective import ObjectiveConfig, fill_unset, section_kind
 from gspo_jax.settings.run import RunConfig
 
 FLOAT_MAX = sys.float_info.max
-
-# Keys of TRL (GRPOConfig) and verl, each with the corresponding keys of this package. These are
-# suggested in error messages about unknown keys.
-OTHER_NAMES = dict(
-  adv_estimator="objective.advantage",
-  batch_size="rl.prompts",
-  bf16="compute.dtype engine.dtype",
-  beta="objective.kl_coef",
-  clip_ratio_high="objective.clip_high",
-  clip_ratio_low="objective.clip_low",
-  entropy_coeff="objective.entropy_coef",
-  epsilon="objective.clip_low",
-  epsilon_high="objective.clip_high",
-  eval_steps="eval.every",
-  generation_batch_size="rl.prompts",
-  gradient_accumulation_steps="rl.microbatches",
-  gradient_checkpointing="compute.remat",
-  importance_sampling_level="objective.name",
-  kl_loss_coef="objective.kl_coef",
-  learning_rate="rl_optimizer.learning_rate sft_optimizer.learning_rate",
-  logging_steps="sft.log_every",
-  loss_agg_mode="objective.aggregate",
-  lora_alpha="lora.alpha",
-  lora_r="lora.rank",
-  lora_rank="lora.rank",
-  loss_mode="objective.name",
-  loss_type="objective.name",
-  lr="rl_optimizer.learning_rate sft_optimizer.learning_rate",
-  lr_scheduler_type="rl_optimizer.schedule",
-  mask_truncated_completions="rl.mask_truncated",
-  max_completion_length="sampling.max_new_tokens",
-  max_grad_norm="rl_optimizer.clip_norm",
-  max_prompt_length="data.max_prompt_tokens",
-  max_response_length="sampling.max_new_tokens",
-  max_steps="rl.iterations",
-  model_name_or_path="weights",
-  n="rl.group_size",
-  num_generations="rl.group_size",
-  num_iterations="rl.epochs",
-  num_train_epochs="rl.iterations",
-  per_device_train_batch_size="rl.prompts",
-  path="weights",
-  ppo_epochs="rl.epochs",
-  ppo_mini_batch_size="rl.minibatches",
-  report_to="wandb",
-  reward_funcs="reward.name",
-  rollout_n="rl.group_size",
-  save_freq="checkpoint.every",
-  save_steps="checkpoint.every",
-  scale_rewards="objective.advantage",
-  system_prompt="data.system",
-  test_freq="eval.every",
-  total_epochs="rl.iterations",
-  total_training_steps="rl.iterations",
-  train_batch_size="rl.prompts",
-  train_files="data.train",
-  use_vllm="engine.name",
-  val_files="data.eval",
-  warmup_ratio="rl_optimizer.warmup_steps",
-  weight_decay="rl_optimizer.weight_decay sft_optimizer.weight_decay",
-)
 
 
 def from_dict(values: Mapping[str, Any]) -> RunConfig:
@@ -136,15 +75,23 @@ def kind_of(key: str) -> Any:
 
 
 def unknown_key_message(path: str, key: str, keys: Iterable[str]) -> str:
-  """Returns the error message for an unknown key, with suggestions.
+  """Returns the error message for an unknown key, with suggestions (`suggest`)."""
+  near = suggest(path, key, keys)
+  hint = f"did you mean {' or '.join(near)}?" if near else None
+  hint = hint or f"the section has {', '.join(keys) or 'none'}"
+  return f"unknown config key {path}{key}; {hint}"
 
-  If TRL or verl has a key of this name, the message suggests the corresponding key of this package.
-  Otherwise it suggests a key or section of `path` with a similar name. If there is none, it
-  suggests keys of this name in other sections. If there are none, it lists the keys of `path`.
 
-  If `key` is dotted, its section is unknown. At the top level, the message then prefers keys of
-  this name to sections with a similar name: for "evl.every" it suggests "eval.every" instead of
-  "eval". Within a section, it suggests no other section's keys.
+def suggest(path: str, key: str, keys: Iterable[str]) -> list[str]:
+  """Suggests keys for an unknown key; [] if none is similar.
+
+  If TRL or verl has a key of this name, the corresponding key of this package is suggested.
+  Otherwise it is a key or section of `path` with a similar name. If there is none, all keys of this
+  name in other sections are suggested.
+
+  If `key` is dotted, its section is unknown. At the top level, keys of this name are then preferred
+  to sections with a similar name: for "evl.every", "eval.every" instead of "eval". Within a
+  section, no other section's keys are suggested.
 
   Args:
     path: path of the key's section, with a dot at the end; "" for the top level.
@@ -158,11 +105,7 @@ def unknown_key_message(path: str, key: str, keys: Iterable[str]) -> str:
   if section:
     elsewhere = [] if path else elsewhere
     near = [key for key in elsewhere if key.rpartition(".")[0] in near] or elsewhere or near
-  if near := OTHER_NAMES.get(name, "").split() or near or elsewhere:
-    hint = f"did you mean {' or '.join(near)}?"
-  else:
-    hint = f"the section has {', '.join(keys) or 'none'}"
-  return f"unknown config key {path}{key}; {hint}"
+  return other_names.keys(name) or near or elsewhere
 
 
 def _dotted(section: type, path: str = "") -> Iterator[str]:

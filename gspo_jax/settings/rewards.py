@@ -13,7 +13,6 @@ from gspo_jax.settings.ranges import (
   NonNegativeInt,
   PositiveFloat,
   Range,
-  Workers,
   key,
 )
 from gspo_jax.verifiers.programs import ISOLATIONS
@@ -48,10 +47,8 @@ class RewardConfig:
     "`correct` is at least 1. If the environment has no such metric, a conversation is right if "
     "its rewards sum to more than 0.",
   )
-  workers: Workers = key(
-    0,
-    "number of verifier processes. The verifiers math and code, and your own functions, need at "
-    "least 1.",
+  workers: Annotated[int, Range(1, 1024)] = key(
+    1, "number of processes of the verifiers math and code, and of your own functions"
   )
   time_limit_s: TimeLimit = key(
     1.0,
@@ -108,7 +105,6 @@ class RewardConfig:
   def __post_init__(self):
     ranges.check(self, "reward")
     wrong = [
-      (needs_workers(self.name) and not self.workers, "{workers}: {name} needs at least 1"),
       (self.partial and self.name != "recurrence", "{partial} needs reward.name=recurrence"),
       (
         self.format_weight and self.format == "none",
@@ -299,11 +295,6 @@ class ConstraintConfig:
   def verifiers(self) -> list[str]:
     """Names of the signals' verifiers."""
     return sorted({x.signal for x in self.signals.values()} - {*RESPONSE_SIGNALS})
-
-
-def needs_workers(verifier: str) -> bool:
-  """Whether a verifier needs worker processes."""
-  return verifier not in ("", "arithmetic", "recurrence", "string", *RESPONSE_SIGNALS)
 
 
 def _active(signal: RewardSignal | CostSignal) -> bool:

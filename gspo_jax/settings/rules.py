@@ -22,7 +22,6 @@ from gspo_jax.settings.rewards import (
   VERIFIERS,
   CostSignal,
   RewardSignal,
-  needs_workers,
 )
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.settings.sampling import MAX_CANDIDATES, SamplingConfig
@@ -362,8 +361,6 @@ INVALID: tuple[Rule | EntryRule, ...] = (
     "limit inside the signal's range", _active, _is_vacuous, "test_multipliers"),
   EntryRule("{x.token} must be below {model.vocab_size}", _active,
     lambda c, x: x.signal == "token" and x.token >= c.model.vocab_size, "test_multipliers"),
-  EntryRule("{x.signal} runs in worker processes: {reward.workers} must be at least 1", _active,
-    lambda c, x: needs_workers(x.signal) and not c.reward.workers, "test_multipliers"),
 )
 
 INVALID_RL: tuple[Rule | EntryRule, ...] = (  # For jobs with RL or recorded responses.
@@ -478,7 +475,7 @@ DATA_WARNINGS = (
     "some of them", lambda c, facts: 0 < facts.demonstrations < c.sft.batch, "CHANGELOG"),
   DataRule("{reward.workers} × {reward.memory_mb} are more than this machine's memory of "
     "{facts.memory_mb:} MiB; lower one of them", lambda c, facts: c.reward.name == "code"
-    and max(1, c.reward.workers) * c.reward.memory_mb > facts.memory_mb, "CHANGELOG"),
+    and c.reward.workers * c.reward.memory_mb > facts.memory_mb, "CHANGELOG"),
   DataRule("{distributed}: this is the only process; start the command on every host",
     lambda c, facts: c.distributed and facts.processes == 1, "docs/running.md: two alone"),
   DataRule("{tokenizer}, {weights}: these weights have their own tokenizer; leave tokenizer empty",

@@ -3,7 +3,9 @@
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from gspo_jax.system.text import did_you_mean
@@ -27,7 +29,8 @@ def load(name: str, label: str) -> Callable[..., Any]:
     exists = hasattr(imported, function)  # True also if the module's __getattr__ returns a value.
     loaded = getattr(imported, function) if exists else None
   except (Exception, SystemExit) as error:  # User code may raise anything.
-    message = f"{type(error).__name__}: {error}"
+    hint = near_modules(module) if getattr(error, "name", "") == module else ""
+    message = f"{type(error).__name__}: {error}{hint}"
     raise ValueError(f"{label} cannot be imported: {message}") from error
   if not exists:
     hint = did_you_mean(function, vars(imported))
@@ -35,3 +38,24 @@ def load(name: str, label: str) -> Callable[..., Any]:
   if not callable(loaded):
     raise ValueError(f"{label}: {function} is not a function or class, but {loaded!r}")
   return loaded
+
+
+def near_modules(module: str) -> str:
+  """Returns a hint with a similar module of the working directory; "" if there is none."""
+  return did_you_mean(module, (path.stem for path in Path().glob("*.py")))
+
+
+def describe_error(error: BaseException, name: str) -> str:
+  """Returns type, first line and place of an error, such as "KeyError: 'x' (my.py, line 3)".
+
+  The place is the innermost line of the user's module; it is omitted if the error has none.
+
+  Args:
+    error: the error.
+    name: `package.module:function`, the user's function that was called.
+  """
+  file = getattr(sys.modules.get(name.partition(":")[0]), "__file__", None)
+  frames = traceback.extract_tb(error.__traceback__)
+  lines = [frame.lineno for frame in frames if frame.filename == file]
+  place = f" ({Path(file).name}, line {lines[-1]})" if lines else ""
+  return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}{place}"

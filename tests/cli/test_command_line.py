@@ -318,10 +318,7 @@ REFUSED = {
   r"reward\.per_line=True: reward\.name='arithmetic' scores whole": {
     "reward__per_line": True, "objective__name": "gspo_token",
   },
-  r"eval\.benchmarks\.one\.reward='math': reward\.workers=0: .*needs at least 1": {
-    "eval__benchmarks__one__data": "arithmetic:heldout", "eval__benchmarks__one__reward": "math",
-    "reward__workers": 0,
-  },
+  r"reward\.workers=0 must be from 1 to 1024": {"reward__workers": 0},
   r"eval\.benchmarks\.one: the problem .* has no numeric rating": {
     "eval__benchmarks__one__data": "arithmetic:heldout", "eval__benchmarks__one__rating": True,
   },

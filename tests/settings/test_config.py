@@ -19,7 +19,7 @@ from support.configs import VARIANTS, values_of
 from configs import common, tiny_tools
 from gspo_jax import train
 from gspo_jax.inputs import devices
-from gspo_jax.settings import ranges, reading
+from gspo_jax.settings import other_names, ranges, reading
 from gspo_jax.settings import run as configuration
 from gspo_jax.settings.reading import from_dict
 
@@ -356,7 +356,7 @@ def test_unknown_best_metric_ends_the_first_iteration():
 
 
 def test_other_libraries_names_lead_to_keys():
-  for name, keys in reading.OTHER_NAMES.items():
+  for name, keys in other_names.KEYS.items():
     assert all(reading.kind_of(key) for key in keys.split()), name
     assert f"did you mean {keys.replace(' ', ' or ')}?" in reading.unknown_key_message("", name, ())
   sections = ranges.kinds(configuration.RunConfig)

@@ -195,11 +195,6 @@ REFUSED = [
   (BASE, cost("text", "at_least", text="x", limit=1.5), r"text\.limit=1\.5, .*bound='at_least'"),
   (BASE, cost("truncated", "at_least"), r"truncated\.limit=0\.0, .*bound='at_least'"),
   (BASE, cost(signal="token", token=264), r"costs\.length\.token=264 must be below model\.vocab"),
-  (
-    BASE,
-    cost(signal="math", limit=0.5),
-    r"costs\.length\.signal='math' runs in .*reward\.workers=0",
-  ),
   (BASE, cost(limit=6.0) | RECORDED | dict(objective__advantage="std"), r"\(length\): job='offl"),
   (BASE, cost(limit=6.0) | dict(rl__mask_truncated=True), r"\(length\): rl\.mask_truncated=True"),
   (BASE, cost(limit=6.0) | dict(objective__name="dr_grpo"), r"\(length\), objective\.advantage="),

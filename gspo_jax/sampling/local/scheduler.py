@@ -86,13 +86,8 @@ class Scheduler:
       vocabulary=workload.vocabulary,
       **common,
     )
-    self._state = new_state(
-      model,
-      params.depths,
-      size,
-      stop_ids=self._stop_width,
-      dtype=config.cache_dtype,
-    )
+    stop_ids, dtype = self._stop_width, config.cache_dtype
+    self._state = new_state(model, params.depths, size, stop_ids=stop_ids, dtype=dtype)
     self.usage = Usage(cache_bytes=_cache_bytes(self._state))
 
     # Requests to prefill, each with its displaced responses (refill.py); [] for a new request.
@@ -105,13 +100,12 @@ class Scheduler:
     # By shard: free pages after the last collected call, and pages of later prefills.
     self._free_pages = np.full(self._shards, size.pages)
     self._prefix_pages = np.zeros(self._shards, int)
-    # Queue entries in use. The key is the index in the whole queue, shard · entries + index in the
-    # shard.
+    # Queue entries in use, by shard · entries + index in the shard.
     self._queued: dict[int, Entry] = {}
     self._calls = 0  # Number of calls so far.
     self._in_flight = collections.deque()  # Dispatched calls with results not yet fetched.
-    # Prefills since the last call, each a pair. The first item is the experts of all rows, on the
-    # devices. The second item has (row, length, list to fill with the row's experts) per prefix.
+    # Prefills since the last call: experts of all rows, on the devices, and (row, length, list to
+    # fill with the row's experts) of each prefix.
     self._prefills = []
     self._clock = 0.0  # Time of the last `_lap`, by `time.perf_counter`.
 
