@@ -368,7 +368,7 @@ def assemble(
   experts_BLlk = None
   first = next((trajectory.experts for trajectory in trajectories if trajectory.prompt), None)
   if first is not None:
-    # The last token of a trajectory has no experts, since it was the input of no forward pass.
+    # Tokens after the last forward pass have no experts: the last token, or a last observation.
     experts_BLlk = np.full((B, length, *first.shape[1:]), routing.NO_EXPERT, first.dtype)
   support_BLX = np.full((B, length, support), NO_TOKEN, np.int32) if support else None
   prompts, ends = np.zeros(B, np.int32), np.zeros(B, np.int32)
@@ -379,7 +379,7 @@ def assemble(
     for name, column in trajectory.columns.items():
       fields[name][row, start:end] = column
     if experts_BLlk is not None and trajectory.experts is not None:
-      experts_BLlk[row, : end - 1] = trajectory.experts
+      experts_BLlk[row, : len(trajectory.experts)] = trajectory.experts
     if trajectory.support is not None:
       if (width := trajectory.support.shape[1]) > support:
         raise ValueError(

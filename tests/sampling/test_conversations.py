@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.echo import STOP, WORKLOAD, Echo
 
-from gspo_jax.sampling import Driver, Trajectory, assemble, conversations
+from gspo_jax.sampling import Driver, Response, Trajectory, assemble, conversations
 from gspo_jax.sampling.driver import new_groups
 from gspo_jax.structs import Prompt
 from gspo_jax.system import preemption
@@ -314,3 +314,15 @@ def test_a_conversation_that_cannot_begin_is_padding():
   rollout = assemble([failed, other], 16, pad_id=0)
   assert (rollout.ends[0], rollout.lengths[0], rollout.prompt_lengths[0]) == (0, 0, 0)
   assert (rollout.routing[0] == -1).all() and (rollout.routing[1, : rollout.ends[1] - 1] == 1).all()
+
+
+def test_a_failure_after_an_observation_keeps_the_recorded_experts():
+  zeros, experts = np.zeros(2, np.float32), np.ones((3, 1, 2), np.int8)
+  trajectory = Trajectory((1, 2), 0, 0, environment=None)
+  trajectory.add(Response(None, 0, [3, 4], zeros, zeros, zeros, True, True, experts))
+  trajectory.end_turn(1.0)
+  trajectory.observe([5, 6, 7])
+  trajectory.fail("the server is gone")
+  rollout = assemble([trajectory], 8, pad_id=0)
+  assert (rollout.ends[0], rollout.lengths[0]) == (7, 2)
+  assert (rollout.routing[0, :3] == 1).all() and (rollout.routing[0, 3:] == -1).all()
