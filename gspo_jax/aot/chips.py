@@ -27,16 +27,16 @@ def parse(topology: str) -> tuple[Chip, int]:
   tpu = name in CHIPS and re.fullmatch(r"\d+(x\d+){1,2}", shape)
   gpu = name in GPUS and re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", shape)
   if not tpu and not gpu:
-    known = re.match("|".join(sorted((*CHIPS, *GPUS), key=len, reverse=True)), topology)
-    if known and known[0] in CHIPS:
-      example = f"{known[0]}:{'x'.join('442'[: CHIPS[known[0]].axes])}"
+    prefix = re.match("|".join(sorted((*CHIPS, *GPUS), key=len, reverse=True)), topology)
+    if prefix and prefix[0] in CHIPS:
+      example = f"{prefix[0]}:{'x'.join('442'[: CHIPS[prefix[0]].axes])}"
       raise ValueError(
         f"--topology={topology}: write the sides of the slice in chips, such as {example}"
       )
-    if known:
+    if prefix:
       raise ValueError(
-        f"--topology={topology}: write the number of GPUs, such as {known[0]}:8, or of hosts and "
-        f"of GPUs in each, such as {known[0]}:2x8"
+        f"--topology={topology}: write the number of GPUs, such as {prefix[0]}:8, or of hosts and "
+        f"of GPUs in each, such as {prefix[0]}:2x8"
       )
     raise ValueError(
       f"--topology={topology}: write CHIP:AxB or CHIP:AxBxC, where CHIP is one of "

@@ -139,7 +139,7 @@ def named(spec: str, key: str) -> list[epath.Path]:
 
 
 def _near_file(spec: str) -> str:
-  """Returns a hint with a similar file of the same directory; "" if there is none."""
+  """Suggests a similar file of the same directory; "" if none."""
   folder, name = os.path.split(spec)
   with contextlib.suppress(OSError):
     return did_you_mean(name, os.listdir(folder or ".")).removesuffix("?")

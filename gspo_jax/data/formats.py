@@ -158,7 +158,7 @@ def prompt(
 
 
 def _require_text_only(tok: tokenizer.Tokenizer, text: str) -> None:
-  """Raises BadRow if a rendered prompt has a special token of an image, a video or a sound."""
+  """Raises BadRow for a special token of an image, video or sound."""
   for match in _MEDIA.finditer(text):
     if len(tok.encode(match[0])) == 1:
       raise BadRow(

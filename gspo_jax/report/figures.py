@@ -164,9 +164,8 @@ SECTIONS = (
             "eval/response_length/mean": "held out orange"}, phases=HELD_OUT, log=False),
     _chart(
       "Wasted samples",
-      "shares of the responses or, for “equal rewards”, of the groups. A truncated response reached"
-      " a limit before it stopped. In a group with equal rewards, all advantages are 0. A response"
-      " has no verdict if the verifier failed.",
+      "shares of the responses or, for “equal rewards”, of the groups. In a group with equal"
+      " rewards, all advantages are 0. A response has no verdict if the verifier failed.",
       {"truncated_fraction": "truncated orange", "groups_without_spread": "equal rewards violet",
        "verifier/unknown": "no verdict pink",
        "eval/truncated_fraction": "truncated, held out amber"}, phases=HELD_OUT, unit="percent",
@@ -249,8 +248,7 @@ SECTIONS = (
            "ratio/effective_length"),
   ),
   _section(
-    "ratio", "Clipping",
-    "The loss clips large and small ratios. A is the advantage. CISPO clips for both signs of A.",
+    "ratio", "Clipping", "A is the advantage. CISPO clips large and small ratios at both signs.",
     *(_chart(f"Clipped {x}s", note, {
         f"clip_fraction/{x}": "all blue", f"clip_fraction/{x}/low": "low (A < 0) teal",
         f"clip_fraction/{x}/high": "high (A > 0) orange"}, unit="percent", overview=x == "token")
@@ -266,8 +264,7 @@ SECTIONS = (
     _by_length("Clipped tokens", "share of clipped tokens in the responses of each length class",
                "clip_fraction", unit="percent"),
     _chart("Clip range",
-           "distance from a ratio of 1 to the nearer clip bound. For GMPO: distance of log-ratios"
-           " from 0. For DPPO: bound of the divergence.",
+           "distance from a ratio of 1 (GMPO: from a log-ratio of 0) to the nearer clip bound",
            "clip_range"),
     rest="(clip_fraction|ratio)/.+",
   ),
@@ -341,8 +338,7 @@ SECTIONS = (
            zero=False, log=False),
     _chart("Router z-loss", "before multiplication by its coefficient", "router/z", phases=BOTH,
            zero=False),
-    _chart("Dropped tokens", "tokens that an expert dropped; must be 0", "router/dropped_tokens",
-           phases=BOTH),
+    _chart("Dropped tokens", "dropped by experts; must be 0", "router/dropped_tokens", phases=BOTH),
   ),
   _section(
     "router", "Replay",

@@ -190,15 +190,13 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
   The answer is "Look closer" after other skipped updates, after earlier alarms, and if all groups
   of all rows have equal rewards.
   """
-  rows = by_phase["rl"]
-  # Step 0 only evaluates.
+  rows = by_phase["rl"]  # Step 0 only evaluates.
   trained = [row for row in rows or by_phase["sft"] if row["step"] > 0]
   # Cumulative numbers of skipped updates. A resumed run may count from 0 again.
   counts = [row.get("updates_skipped") or 0 for row in trained]
   skipped = [b - a if b >= a else b for a, b in itertools.pairwise([0, *counts])]
   dropped = max(_finite(trained, "router/dropped_tokens"), default=0)
-  # Steps with a non-finite loss or gradient that was not skipped.
-  broken = [
+  broken = [  # Steps with a non-finite loss or gradient that was not skipped.
     row["step"]
     for row, count in zip(trained, skipped)
     if not count and any(k in row and not _finite([row], k) for k in ("loss", "grad_norm"))
@@ -213,15 +211,13 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
     if last and alarm["to"] >= last[0]["step"] and alarm["phase"] == last[-1]["phase"]
   )
   earlier = _count(len(alarms), "alarm")
-  idle_state = "bad" if idle > 2 else "open"
-  skipped_state = "bad" if all(skipped[-3:]) else "open"
   problems = [
     ("bad", recent, f"{_count(len(recent), 'alarm')} at the end, listed below"),
     ("bad", dropped, f"experts dropped {_count(dropped, 'token')}"),
-    (idle_state, idle, f"no learning: the gradient was 0 in all {idle} rows"),
+    ("bad" if idle > 2 else "open", idle, f"no learning: the gradient was 0 in all {idle} rows"),
     ("bad", broken, f"loss or gradient was not finite in {_count(len(broken), 'row')}"),
     ("open", min(equal, default=0) == 1, "rewards are equal within each group"),
-    (skipped_state, sum(skipped), _count(sum(skipped), "skipped update")),
+    ("bad" if all(skipped[-3:]) else "open", sum(skipped), _count(sum(skipped), "skipped update")),
     ("open", alarms and not recent, f"{earlier} earlier, none at the end"),
   ]
   states = [state for state, happened, _ in problems if happened]

@@ -209,9 +209,8 @@ class WeightSource:
   def model(self, configured: ModelConfig) -> ModelConfig:
     """Returns the configuration of the weights' model.
 
-    The result is `configured` if both models are equal, if the weights are random or unnamed, or if
-    the weights are a checkpoint of a run that recorded no model. Raises ValueError for a missing or
-    invalid config.json.
+    The result is `configured` if both are equal, for random or unnamed weights, and for a run that
+    recorded no model. Raises ValueError for a missing or invalid config.json.
     """
     if self.name in ("", RANDOM) or (self.checkpoint and not self.checkpoint.model):
       return configured

@@ -28,7 +28,7 @@ Theta = Annotated[float, Range(1, 1e12)]
 
 
 class Kind(NamedTuple):
-  """Kind of a layer: the properties that can differ between layers of a model."""
+  """Kind of a layer: its properties that differ between layers."""
 
   moe: bool  # Experts instead of a dense feed-forward layer.
   local: bool  # Attention with a sliding window.

@@ -1,4 +1,4 @@
-"""Names of keys in other libraries, with the keys of this package, for error messages."""
+"""Keys of other libraries, and the corresponding keys of this package."""
 
 # Libraries: TRL (GRPOConfig) and verl.
 KEYS = dict(
@@ -62,5 +62,5 @@ KEYS = dict(
 
 
 def keys(name: str) -> list[str]:
-  """Returns the keys for a name of another library; [] if the name is unknown."""
+  """Returns the keys for another library's key; [] if unknown."""
   return KEYS.get(name, "").split()

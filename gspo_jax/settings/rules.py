@@ -79,7 +79,7 @@ class DataRule(NamedTuple):
 
 
 class Unused(NamedTuple):
-  """Keys that must have their defaults if `off` is true, because they are ignored or forbidden."""
+  """Keys that must have their defaults if `off` is true."""
 
   keys: str  # Keys separated by spaces. A section means all of its keys.
   message: str  # The error is `KEY=VALUE message; remedy`.

@@ -41,12 +41,12 @@ def load(name: str, label: str) -> Callable[..., Any]:
 
 
 def near_modules(module: str) -> str:
-  """Returns a hint with a similar module of the working directory; "" if there is none."""
+  """Suggests a similar module of the working directory; "" if none."""
   return did_you_mean(module, (path.stem for path in Path().glob("*.py")))
 
 
 def describe_error(error: BaseException, name: str) -> str:
-  """Returns type, first line and place of an error, such as "KeyError: 'x' (my.py, line 3)".
+  """Describes an error, for example by "KeyError: 'x' (my.py, line 3)".
 
   The place is the innermost line of the user's module; it is omitted if the error has none.
 

@@ -270,12 +270,10 @@ class ServerPool:
   async def publish(
     self, weights: str, version: int, probe: Sequence[Call]
   ) -> list[list[Part] | None]:
-    """Loads weights on all servers. Each then samples a probe.
+    """Loads weights on all servers, which then sample the probe. Excludes failed servers.
 
-    Each server is unusable until its `end_publication`.
-
-    Returns:
-      For each server the parts of its probe; None for a failed server, which is excluded.
+    Each server is unusable until its `end_publication`. Returns the parts of each server's probe,
+    or None for a failed server.
     """
 
     async def publish_to(server: Server) -> list[Part] | None:
