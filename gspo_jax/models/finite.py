@@ -15,8 +15,8 @@ def nonfinite(arrays: Sequence[Any], dtypes: Sequence[Any] | None = None) -> lis
 
   Args:
     arrays: parameters.
-    dtypes: dtypes to which values are cast before counting, such as those of files. None means the
-      arrays' own.
+    dtypes: dtypes to which values are cast before counting, such as those of files. None means no
+      cast.
   """
   kinds = [array.dtype for array in arrays] if dtypes is None else dtypes
   counts = _counts(list(arrays), tuple(map(jnp.dtype, kinds)))

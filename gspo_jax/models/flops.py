@@ -44,8 +44,9 @@ class Work:
 
     The head recomputes its logits. Products of experts with gate and up count as recomputed,
     although `apply_triton` may save them. Attention has two products in the forward pass and five
-    in the backward pass, together 3.5 times the forward pass. Linear attention recomputes each
-    chunk in the backward pass, and a layer that is recomputed also computes its states again.
+    in the backward pass, together 3.5 times the forward pass. Linear attention always recomputes
+    its chunks in the backward pass. Every policy but "none" recomputes them twice, since it does
+    not save their states.
 
     remat: rematerialisation policy.
     """
@@ -91,7 +92,7 @@ def work(
 
 
 def _rule_products(config: ModelConfig, queries):
-  """Counts products of the gated delta rule per position of a layer, in chunks of L positions.
+  """Counts multiplications of the gated delta rule per position of a layer, in chunks of length L.
 
   products = N (3 H J + 2 L J) + 2 K L H
 
@@ -100,7 +101,7 @@ def _rule_products(config: ModelConfig, queries):
   head has the products k kᵀ and q kᵀ. Each value head has the product (I + A)⁻¹ B (`delta_rule`),
   and a sum of values with weights q kᵀ. The computation of the inverse does not count.
 
-  queries: maximum L; 0 if positions are computed one by one.
+  queries: number of positions, so L is at most this number; 0 if positions are computed one by one.
   """
   c = config.linear
   size = np.minimum(queries, delta_rule.CHUNK)
@@ -111,7 +112,7 @@ def _rule_products(config: ModelConfig, queries):
 def _pairs(queries, keys, window: int | None = None):
   """Counts pairs of a query and a visible key, for the last queries."""
 
-  def up_to(n):  # Pairs of the first n queries. Queries after `window` see `window` keys each.
+  def up_to(n):  # Pairs of the first n queries. Query i sees i keys, but at most `window`.
     near = n if window is None else np.minimum(n, window)
     return near * (near + 1) / 2 + (n - near) * near
 

@@ -1,8 +1,8 @@
 """Layers of linear attention: a gated delta rule after short causal convolutions.
 
-Gated DeltaNet, arXiv:2412.06464, as in Qwen3-Next and Qwen3.5. A layer needs no cache of positions:
-its memory of a sequence is a `States` of constant size. attention/delta_rule.py has the equations
-and the letters R, J and C.
+Gated DeltaNet, arXiv:2412.06464, as in Qwen3-Next and Qwen3.5. A layer needs no cache of positions,
+because its recurrent state (`States`) has a constant size. attention/delta_rule.py has the
+equations and the letters R, J and C.
 """
 
 import functools
@@ -44,19 +44,20 @@ def attend(
   tree: Tree | Paths | None,
   from_start: bool,
 ) -> tuple[jax.Array, Any]:
-  """Linear attention with projections, in place of `layers.attend`.
+  """Computes linear attention with its projections, in place of `layers.attend`.
 
-  Returns [B, T, D], and the updated states (None if there are none).
+  Returns [B, T, D], and the updated states (None if `kv` is None).
 
   Args:
     x_BTD: the layer's input, normalised.
-    kv: states of the layer's block before the first position. None means zeros.
+    kv: states of the layer's block before the first position. None means that sequences begin with
+      zeros, and that no states are returned.
     layer: index of the layer in its block, and in `kv`.
-    segments_BT: segment numbers, 0 for padding. A state begins anew with each segment, and padding
-      does not change it.
+    segments_BT: segment numbers, 0 for padding. Each new segment begins with a state of zeros, and
+      padding does not change the state.
     tree: layout of sequences that share prefixes. None for plain rows.
     from_start: whether `kv` has no earlier tokens, so that it is written and not read.
-    norm, compute, kind, positions_BT: unused; order alone gives positions.
+    norm, compute, kind, positions_BT: unused. Tokens have no positions except their order.
   """
   q, k = (project("BTD,DKH->BTKH", x_BTD, matrix, HEADS) for matrix in (w.q, w.k))
   v, z = (project("BTD,DKRJ->BTKRJ", x_BTD, matrix, HEADS) for matrix in (w.v, w.z))
@@ -120,7 +121,7 @@ def _mix(
   tree: Tree | None,
   from_start: bool,
 ) -> tuple[jax.Array, States | None]:
-  """Mixes positions on one device: all rows and key heads of the device."""
+  """Runs convolutions and the rule on one device, for its rows and heads."""
   dtype = x.v_BTKRJ.dtype
   if paths is not None:
     gathered = Projections(*(gather(part, paths.read_RF) for part in x))
@@ -145,7 +146,7 @@ def _mix(
 def _run(
   x: Projections, w: Weights, segments_BT: jax.Array, carry: Carry
 ) -> tuple[jax.Array, Carry]:
-  """Runs convolutions and the rule over rows, from the states before them."""
+  """Runs convolutions and the rule over rows. `carry` has the states before the rows."""
   inputs, tails = _convolve(x, w, segments_BT, carry)
   y, state = delta_rule.chunked(inputs, segments_BT, carry.state_BKRHJ)
   return y, Carry(state, *tails)
@@ -165,7 +166,7 @@ def _step(x: Projections, w: Weights, segments_BT: jax.Array, kv: States, layer:
 def _convolve(
   x: Projections, w: Weights, segments_BT: jax.Array, carry: Carry
 ) -> tuple[Inputs, tuple[jax.Array, ...]]:
-  """Computes the rule's inputs, and the tails of the convolutions."""
+  """Computes the rule's inputs, and the tails: the last inputs of each convolution."""
   q, q_tail = delta_rule.convolve(x.q_BTKH, w.q_KHC, segments_BT, carry.q_BCKH)
   k, k_tail = delta_rule.convolve(x.k_BTKH, w.k_KHC, segments_BT, carry.k_BCKH)
   v, v_tail = delta_rule.convolve(x.v_BTKRJ, w.v_KRJC, segments_BT, carry.v_BCKRJ)

@@ -19,8 +19,8 @@ NO_TOKEN = -1  # Padding of a support.
 def embed(params: Any, tokens_BT: jax.Array, dtype: Any) -> jax.Array:
   """Looks up rows of the embedding, [B, T, D].
 
-  If the table is split over D ("fsdp"), tokens are sent to all of its shards, and the looked-up
-  parts of vectors are sent back. That moves fewer bytes than gathering the table, and the table's
+  If the table is split over D ("fsdp"), tokens are sent to all of its shards, and each shard sends
+  back its part of their vectors. That moves fewer bytes than gathering the table, and the table's
   gradient stays split.
   """
 
@@ -58,7 +58,7 @@ def head_weight(params: Any, compute: ComputeConfig) -> jax.Array:
 def head_logits(
   params: Any, config: ModelConfig, hidden_BTD: jax.Array, compute: ComputeConfig = REFERENCE
 ) -> jax.Array:
-  """Computes float32 logits [B, T, V], split over V; meant for few time steps."""
+  """Computes float32 logits [B, T, V], split over V, of all time steps at once."""
   logits_BTV = sharding.einsum(
     "BTD,DV->BTV",
     hidden_BTD,
@@ -96,9 +96,9 @@ def token_logp(
   In this case only the logits of S and y have a gradient. If y is outside of S, the result is no
   log-probability, and may be positive.
 
-  To save memory, only the logits of `compute.logits_chunk` time steps exist at once. The target's
-  logit is a masked sum over V, so a V split over the mesh is not gathered. The head's gradient is
-  summed over chunks on each device, in float32, and then once over devices.
+  To save memory, only the logits of `compute.logits_chunk` time steps (0: all) exist at once. The
+  target's logit is a masked sum over V, so logits that are split over V are not gathered. Each
+  device sums the head's gradient over chunks, in float32; one sum over devices follows.
 
   Args:
     targets_BT: int32 token ids.
@@ -162,7 +162,7 @@ def _logp_of_logits(
 def _over_chunks(function: Callable, arrays: Any, size: int) -> tuple[jax.Array, ...]:
   """Applies a function of [B, t, ...] arrays to chunks of `size` time steps.
 
-  0 means all time steps at once.
+  If `size` is 0, all time steps are one chunk.
   """
   B, T = arrays[0].shape[:2]
   size = size or T
@@ -212,7 +212,8 @@ def project(x_BtD: jax.Array, head_DV: jax.Array, sink_DV: jax.Array) -> jax.Arr
   """Computes float32 logits [B, t, V].
 
   The backward pass gives the head's gradient to `sink_DV`, a float32 array whose values are not
-  read. In JAX a gradient has the dtype of its input, and sums over chunks need float32.
+  read. In JAX a gradient has the dtype of its input, so a bfloat16 head would have a bfloat16
+  gradient. Sums over chunks need float32.
   """
   return jnp.einsum("BtD,DV->BtV", x_BtD, head_DV, preferred_element_type=jnp.float32)
 
@@ -234,9 +235,9 @@ project.defvjp(_project_forward, _project_backward)
 
 @flax.struct.dataclass
 class Critic:
-  """A value head, and the trunk whose hidden states it reads."""
+  """A value head, and its trunk: the embedding and the layers below the head."""
 
-  trunk: Any  # Params without a head. None means the policy's trunk.
+  trunk: Any  # Params without a head. None means that the policy's layers are the trunk.
   weight: Any  # D
   bias: Any  # []
 
@@ -244,7 +245,7 @@ class Critic:
 def critic_table(config: ModelConfig, trunk: Any = None) -> Critic:
   """Declares every weight of a critic. The head starts at 0, so the first values are 0.
 
-  trunk: table of weights of a separate model. None means the policy's trunk.
+  trunk: table of weights of a separate model. None means that the policy's layers are the trunk.
   """
   w = weights.weight_factory(config)
   return Critic(trunk and trunk.replace(head=None), w("D", wide=True), w("", wide=True))

@@ -1,6 +1,7 @@
-"""Scans over stacked layers, as `ModelConfig.scans` splits the layers.
+"""Scans over stacked layers. `ModelConfig.scans` splits a model's layers into scans.
 
-A step of a scan applies some layers of each of its stacks, in an inner scan over these layers.
+A step of a scan applies some layers of each stack, in an inner scan over these layers. In
+Qwen3-Next, a step applies three layers of linear attention, then one layer of full attention.
 """
 
 import functools
@@ -36,14 +37,15 @@ def apply(
 ) -> tuple[jax.Array, Sequence[Any], Any]:
   """Applies the layers of a scan.
 
-  Returns hidden states, the updated caches, and (chosen experts, router statistics), stacked over
-  MoE layers. The last is None if the scan has no MoE layers.
+  Returns hidden states, the updated caches, and a pair (chosen experts, router statistics), stacked
+  over MoE layers. The pair is None if the scan has no MoE layers.
 
   Args:
     kvs: cache of each stack, None if there is no cache.
     blocks: weights of each stack.
-    replayed_experts_lBTk: replaces the router's choice. None means no replay.
-    policy: name of the rematerialisation policy. Passes with a cache, without gradient, ignore it.
+    replayed_experts_lBTk: experts that replace the router's choice. None means no replay.
+    policy: name of the rematerialisation policy. Passes with a cache ignore the policy, since they
+      have no gradient.
     placement: positions, segments, `tree` and `from_start`, as in `layers.attend`.
   """
   cached, weights, layers, gathered = kvs[0] is not None, list(blocks), [], None
@@ -74,7 +76,8 @@ def apply(
     routed = jax.tree.map(lambda *xs: jnp.concatenate(xs), *routed) if routed else None
     return (x_BTD, tuple(kvs), gathered), routed
 
-  # The scan updates carried caches in place. As its inputs and outputs they would exist twice.
+  # Caches are part of the carry, which a scan updates in place. As inputs and outputs of the scan,
+  # they would exist twice.
   carry = x_BTD, tuple(kvs), gathered
   indices = [np.arange(len(stack.layers)) for stack in scan.stacks]
   inputs = [*zip(indices, weights, _split_experts(replayed_experts_lBTk, scan), strict=True)]
@@ -86,7 +89,7 @@ def apply(
 
 
 def _split_experts(experts_lBTk: jax.Array | None, scan: Scan) -> list[jax.Array | None]:
-  """Splits experts by stack. Stacks without experts have None."""
+  """Splits the experts to replay by stack. A dense stack, or a stack without replay, has None."""
   if experts_lBTk is None:
     return [None] * len(scan.stacks)
   parts, first, by_step = [], 0, _by_step(experts_lBTk, scan.steps)
@@ -108,19 +111,19 @@ def _merge_steps(layers: Any) -> Any:
 
 
 def _reshape(x: Any, axes: int, sizes: tuple[int, ...]) -> Any:
-  """Reshapes the first axes. No mesh axis may split them."""
+  """Reshapes the first `axes` axes to `sizes`. No mesh axis may split them."""
   shape = *sizes, *x.shape[axes:]
   if isinstance(x, np.ndarray) or sharding.without_mesh():
     return x.reshape(shape)
   spec = jax.typeof(x).sharding.spec
   parts = *[None] * len(sizes), *spec.partitions[axes:]
-  # JAX derives no sharding of arrays that differ between replicas.
+  # The sharding is explicit, since JAX derives none for arrays that differ between replicas.
   out = P(*parts, unreduced=spec.unreduced, reduced=spec.reduced)
   return jax.lax.reshape(x, shape, out_sharding=out)
 
 
 def _from_stack(table, block, layer):
-  """Passes weights to `layer` from their stack, by the layer's index.
+  """Wraps `layer`: its weights are read from their stack, at the layer's index.
 
   Experts' weights are passed as an `InStack`, a reference into the stack.
   """
@@ -165,9 +168,10 @@ def _prefetch_experts(
 
   Returns:
     layers: `layers` with the gathered weights of the next layer in their carry.
-    inputs: for each stack its other weights, and the next layers' experts to gather. The last layer
-      gathers the experts of layer 0 again, and does not use them.
-    gathered: the gathered experts of layer 0, for the initial carry.
+    inputs: for each stack a pair: its weights without experts, and the experts' weights that each
+      layer gathers for the next layer. The last layer of the scan gathers the experts of the first
+      layer again, and does not use them.
+    gathered: the gathered experts of the scan's first layer, for the initial carry.
   """
 
   def gather(w: ExpertWeights) -> moe.Gathered:
@@ -185,7 +189,10 @@ def _prefetch_experts(
     return run
 
   def shift(experts: ExpertWeights, next_stack: ExpertWeights) -> ExpertWeights:
-    """Returns the experts of each layer's next layer, in the stack or first in the next stack."""
+    """Returns the experts of each layer's next layer.
+
+    After a step's last layer of the stack, this is the step's first layer of `next_stack`.
+    """
     pair = _by_step((experts, next_stack), scan.steps)
     shifted = jax.tree.map(lambda x, y: jnp.concatenate([x[:, 1:], y[:, :1]], axis=1), *pair)
     return _merge_steps(shifted)
@@ -198,12 +205,11 @@ def _prefetch_experts(
 
 
 def _over_layers(layer, carry, inputs, unroll):
-  """Scans over layers or steps, or calls a single one directly.
+  """Scans over layers or steps. A single one is called directly, to copy no weights.
 
-  The direct call copies no weights.
-
-  unroll: whether to unroll the whole scan. A loop stacks the residuals of all layers, which takes
-    10 to 20 % of an update's time on CPU. JAX has no gradient of partly unrolled loops on a mesh.
+  unroll: whether to unroll the whole scan. Otherwise the loop stacks the residuals of all layers,
+    which takes 10 to 20 % of an update's time on CPU. Loops are not unrolled in part, since JAX has
+    no gradient of such loops on a mesh.
   """
   if len(jax.tree.leaves(inputs)[0]) > 1:
     return jax.lax.scan(layer, carry, inputs, unroll=unroll)
@@ -222,8 +228,8 @@ def _layer(
 ):
   """Computes one layer of the family.
 
-  Returns (hidden states, cache, None), and (chosen experts, router statistics); the latter two are
-  None in a dense layer.
+  Returns (hidden states, cache, None), and (chosen experts, router statistics). Chosen experts and
+  router statistics are None in a dense layer.
 
   Args:
     carry: hidden states; cache of the layer's stack, None if there is no cache; prefetched weights
@@ -252,7 +258,8 @@ def _layer(
   attend = functools.partial(
     module.attend, kv=kv, layer=index, config=config, compute=compute, kind=kind, **placement
   )
-  # Without the barrier, XLA casts the weights of all layers before the loop and keeps the copies.
+  # The barrier prevents XLA from casting the weights of all layers before the loop, and thereby
+  # from keeping the copies in memory.
   if kv is None:
     block = jax.lax.optimization_barrier(block)
   declared = family(config).block_table(config, kind, 1)

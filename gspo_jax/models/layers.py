@@ -39,7 +39,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 def rms_norm_around_one(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
   """x / sqrt(mean x² + eps) · (1 + scale).
 
-  All of this is computed in float32 and rounded once, as in Gemma.
+  The whole formula is computed in float32 and rounded once, as in Gemma.
   """
 
   def combine(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -61,20 +61,20 @@ def _last_axis(scale: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def with_each_token(combine: Callable, x: jax.Array, weight: jax.Array) -> jax.Array:
-  """Computes combine(x, weight), a sum or product, with gradients summed in float32.
+  """Computes combine(x, weight), a sum or product; sums the weight's gradient in float32.
 
   The weight is common to all tokens, so its gradient is a sum over all tokens. In bfloat16, the
-  rounding errors of such a long sum would be large. The result is computed in float32, too, and
-  rounded to x's dtype. This gives the same numbers as the operation in x's dtype.
+  rounding errors of such a long sum would be large. The result is also computed in float32, and
+  then rounded to x's dtype. It equals the result of the operation in x's dtype.
   """
   x_float32 = _with_vector(combine, x.astype(jnp.float32), weight.astype(jnp.float32))
   return x_float32.astype(x.dtype)
 
 
 def _with_vector(combine: Callable, x: jax.Array, weight: jax.Array) -> jax.Array:
-  """combine(x, weight), elementwise, for a vector common to all rows of x.
+  """Computes combine(x, weight) elementwise; all tokens of x share the weight.
 
-  A weight with a separate gradient per replica (`learner.replicas`) needs `shard_map`.
+  A weight with a separate gradient per replica (`learner.replicas`) is combined in `shard_map`.
   """
   if not sharding.is_per_replica(weight):
     return combine(x, weight)
@@ -83,7 +83,7 @@ def _with_vector(combine: Callable, x: jax.Array, weight: jax.Array) -> jax.Arra
 
 
 def add(x_BTD: jax.Array, y_BTD: jax.Array, config: ModelConfig) -> jax.Array:
-  """x + m y, the residual connection around y = f(x).
+  """Returns x + m y, the residual connection around a part of a layer with output y.
 
   m is `multipliers.residual`, 1 except in Granite.
   """
@@ -117,7 +117,7 @@ def gather(table: Any, block: Any, dtype: Any) -> Any:
 
   Args:
     table: the layer's table of weights.
-    block: the layer's weights, without l.
+    block: the layer's weights, without the axis l.
     dtype: compute dtype.
   """
 
@@ -151,7 +151,7 @@ def attend(
   tree: Tree | Paths | None,
   from_start: bool,
 ) -> tuple[jax.Array, Any]:
-  """Grouped-query attention with projections.
+  """Computes grouped-query attention with its projections.
 
   Returns [B, T, D], and the updated cache (None if there is no cache).
 
@@ -161,7 +161,7 @@ def attend(
     kv: cache of the layer's block, from `cache.block(i)`. None if there is no cache.
     layer: index of the layer in its block, and in `kv`.
     kind: kind of the layer. Only `local` and `rotary` are read.
-    positions_BT: positions for rotary embeddings. If there is a cache, also the slots to write.
+    positions_BT: positions for rotary embeddings, and the slots of the cache to write.
     segments_BT: segment numbers, 0 for padding; unused if queries attend to a cache.
     tree: layout of sequences that share prefixes. None for plain rows.
     from_start: whether the cache has no earlier tokens. If so, the cache is written and not read.
@@ -216,9 +216,10 @@ def _merge_heads(o_NHD: jax.Array | Int8) -> jax.Array | Int8:
 
 
 def norm_heads(norm: Norm, x_BTNH: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-  """Normalises each head, for a scale [H].
+  """Normalises queries or keys.
 
-  If the scale is [N, H], normalises all heads of a token together.
+  If the scale is [H], each head is normalised separately. If it is [N, H], all heads of a token are
+  normalised together.
   """
   if scale.ndim == 1:
     return norm(x_BTNH, scale, eps)
@@ -241,19 +242,19 @@ def scores_of(config: ModelConfig, local: bool) -> Scores:
 
 
 def _on_each_device(compute: ComputeConfig, declared: Scores, kv, tree, from_start) -> Callable:
-  """Returns the attention of a layer, run inside `shard_map`.
+  """Returns a layer's attention as a function inside `shard_map`.
 
-  The function takes queries, keys and values of the new tokens. It writes keys and values to the
-  cache, if there is one. If the cache has earlier tokens, queries attend to the cache, else to the
-  new tokens.
+  The function takes queries, keys and values of the new tokens. If there is a cache, the function
+  writes keys and values to it. If the cache has earlier tokens, queries attend to the cache, else
+  to the new tokens.
 
   declared: options of the scores, without the layer's sinks.
   """
 
   def attend_and_write(q, k, v, sink_N, kv, layer, positions_BT, segments_BT, paths):
     scores = declared._replace(sink_N=sink_N)
-    # The formulation depends on a length: of a row, of a row of `paths`, or of a trunk and one
-    # branch together.
+    # The formulation depends on the length in which queries attend: that of a row, of a row of
+    # `paths`, or of a trunk and one branch together.
     length = q.shape[1] if paths is None else paths.read_RF.shape[1]
     if tree is not None:
       length += tree.trunk - tree.trunk // tree.branches

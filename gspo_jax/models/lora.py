@@ -1,13 +1,13 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) as leaves of the parameter tree.
 
 A layer with adapters uses W + alpha / rank · A B in place of its matrix W. A has the inputs of W,
-B the outputs. Only A and B are trained; all other parameters are frozen, in the dtype in which
-passes use them. The sum is computed for one layer at a time, just before use. So adapters work in
-every family, on every mesh and for experts. The sampler receives the same sums.
+and B the outputs. Only A and B are trained; all other parameters are frozen, in the dtype in which
+passes use them. The sum is computed for one layer at a time, just before the layer uses it. So
+adapters work in every family, on every mesh and for experts. The sampler receives the same sums.
 
-In bfloat16, one update changes the sum by about a hundredth of the step from W to the next number,
-so rounding to nearest would give W again. `dithered` instead rounds about one sum in a hundred to
-the next number, so the mean change over many weights is right.
+If W is in bfloat16, one update changes the sum by about a hundredth of the step from W to the next
+bfloat16 number, so rounding to nearest would give W again. `dithered` instead rounds about one sum
+in a hundred to the next number, so the mean change over many weights is right.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ class Adapted:
 
 
 def table(plain: Params, config: LoraConfig) -> Params:
-  """Adds adapters on `config.matrices` of every layer to the table of weights."""
+  """Declares adapters on `config.matrices` of every layer; rank 0 returns `plain`."""
   if not config.rank:
     return plain
 
@@ -89,14 +89,15 @@ def dithered(params: Any) -> Any:
   """Merges adapters, with dithered rounding if W is in bfloat16.
 
   Trainer and sampler compute with these matrices. A sum s lies between two numbers a and b of
-  bfloat16, with |a| < |b|, at the fraction f = (s - a) / (b - a). The sum is rounded to b if
-  f >= 1 - u, else to a. The numbers u are evenly distributed, so the mean of many weights is right.
-  A sum equal to a number of bfloat16 is unchanged.
+  bfloat16, with |a| < |b|, at the fraction f = (s - a) / (b - a). Each element of W has a number u
+  between 0 and 1. The sum is rounded to b if f >= 1 - u, else to a. The numbers u are evenly
+  distributed, so the mean of many weights is right. A sum equal to a number of bfloat16 is
+  unchanged.
 
-  For element [i, j, k, n] of W, u is the fractional part of 0.819 i + 0.671 j + 0.550 k + 0.414 n
-  (the sequence R3 of M. Roberts, and √2 - 1 for a fourth axis). u is evenly distributed along each
-  axis. Indices of missing axes are 0. All updates have the same u. The gradient is that of the
-  exact sum.
+  For element [i, j, k, n] of one layer's or one expert's W, u is the fractional part of
+  0.819 i + 0.671 j + 0.550 k + 0.414 n (the sequence R3 of M. Roberts, and √2 - 1 for a fourth
+  axis). Indices of missing axes are 0. u is evenly distributed along each axis, and the same in all
+  updates. The gradient is that of the exact sum.
   """
 
   def rounded(x: Any) -> Any:
@@ -119,14 +120,17 @@ def dithered(params: Any) -> Any:
 
 
 def materialize(params: Any, dtype: Any) -> Any:
-  """Merges adapters for export, as in this run's computations.
+  """Merges adapters for export.
 
-  Parameters without adapters are unchanged. If W is float32 and the result bfloat16, sums are
-  dithered where W is exact in bfloat16, as published weights are, and rounded to nearest elsewhere.
+  Parameters without adapters are unchanged. If W is in bfloat16, the result is that of `dithered`,
+  with which trainer and sampler compute. If W is in float32 and `dtype` is bfloat16, a sum is
+  dithered if its element of W is exact in bfloat16, and rounded to nearest otherwise. Elements of
+  models published in bfloat16 are exact.
 
   Args:
     params: parameters with adapters.
-    dtype: dtype to which the caller will cast the result. None keeps float32 sums of float32 W.
+    dtype: dtype to which the caller will cast the result. If it is not bfloat16, or None, sums of a
+      float32 W stay in float32.
   """
 
   def rounded(x: Any) -> Any:

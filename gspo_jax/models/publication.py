@@ -1,4 +1,4 @@
-"""Publication: copies of the trainer's weights for the sampler, in its layout and dtypes."""
+"""Publication: copies of the trainer's weights, in the sampler's layout and dtypes."""
 
 import dataclasses
 import functools
@@ -19,12 +19,13 @@ from gspo_jax.sharding import P
 def publisher(shardings: Any, dtypes: Any) -> Callable[[Any], Any]:
   """Returns a jitted function: parameters -> copies in `shardings` and `dtypes`.
 
-  Adapters are merged. Stacked layers with adapters, or split over "fsdp", are published one by one:
-  XLA would otherwise store the sums of all layers in float32, and all gathered layers twice.
+  Adapters are merged. If a weight has adapters or is split over "fsdp", its stacked layers are
+  published one by one. Otherwise XLA would store the sums of all layers in float32, or all gathered
+  layers twice.
 
   Args:
     shardings: layout of the sampler's parameters.
-    dtypes: dtypes of the sampler's parameters; `Int8` of dtypes for matrices in eight bits.
+    dtypes: dtypes of the sampler's parameters; for matrices in eight bits, an `Int8` of dtypes.
       Trainer and sampler are the same network only if `dtypes` are the trainer's compute dtypes.
   """
 
@@ -85,14 +86,14 @@ def _unchanged(params: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Publishers:
-  """Two steps from the trainer's parameters to the sampler's; one of them does nothing."""
+  """Two functions from the trainer's parameters to the sampler's; one returns its input."""
 
   load: Callable[[Any], Any] = _unchanged  # Applied in `Engine.load`, on the trainer's mesh.
   copy: Callable[[Any], Any] = _unchanged  # Copies to the sampler's separate mesh, before `load`.
 
 
 def make_publishers(shardings: Any, dtypes: Any, separate: bool) -> Publishers:
-  """Builds the publishers of a run; they merge adapters, too.
+  """Builds the publishers of a run.
 
   Args:
     shardings: layout of the sampler's parameters.

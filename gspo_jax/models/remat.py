@@ -1,6 +1,6 @@
 """Rematerialisation: which activations of a layer are saved for the backward pass.
 
-The input of each layer is always saved. `compute.remat` names the policy for its other activations:
+Each layer's input is always saved. `compute.remat` names the policy for its other activations:
 
   none       saves all: JAX's default, without rematerialisation
   full       saves none, so the backward pass recomputes the layer
@@ -8,7 +8,8 @@ The input of each layer is always saved. `compute.remat` names the policy for it
   dots       saves products with weights outside the experts; on GPUs also experts' products with
              gate and up
   both       saves what `attention` and `dots` save
-  auto       chooses the first of `both`, `attention` and `full` that fits in memory (`choose`)
+  auto       chooses `both` if its activations fit in memory, else `attention` if they fit, else
+             `full` (see `choose`)
 """
 
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from gspo_jax.system import accelerators
 def _keep(*names: str) -> Callable[..., bool]:
   """Returns a policy of `jax.checkpoint` for saving values by name.
 
-  The name of attention includes the results of cuDNN's kernel, which have no names.
+  The name `attention.RESIDUAL` also saves the results of cuDNN's kernel, which have no names.
   """
   by_name = jax.checkpoint_policies.save_only_these_names(*names)
 
@@ -109,7 +110,7 @@ def saved_bytes(config: ModelConfig, policy: str, itemsize: int) -> float:
 
 
 def prefetches(scan: Scan) -> bool:
-  """Whether `compute.prefetch` applies: to several steps, with experts in all layers."""
+  """Whether `compute.prefetch` applies: the scan has several steps, and experts in all layers."""
   return scan.steps > 1 and all(stack.kind.moe for stack in scan.stacks)
 
 

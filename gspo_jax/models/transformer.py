@@ -76,14 +76,14 @@ def shardings(config: ModelConfig, rules: Rules, mesh: jax.sharding.Mesh) -> Par
 def dtypes(config: ModelConfig, compute_dtype: Any) -> Params:
   """Returns the dtype of each parameter in computations.
 
-  Each forward pass casts the parameters. The trainer may store all of them in float32, and compute
-  in bfloat16. A few parameters, such as the router, are used in float32 for any `compute_dtype`.
+  Each forward pass casts the parameters, so the trainer may store all parameters in float32 and
+  compute in bfloat16. A few, such as the router, are used in float32 for any `compute_dtype`.
   """
   return weights.dtypes(table(config), compute_dtype)
 
 
 def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Params:
-  """Initialises parameters. Jit it with `out_shardings=shardings(...)` to keep them sharded."""
+  """Initialises parameters. To shard them, jit this with `out_shardings=shardings(...)`."""
   return weights.init(table(config), key, dtype)
 
 
@@ -157,14 +157,17 @@ def forward(
   """Computes the final hidden states of all positions.
 
   Args:
-    positions: int32 [B, T], for rotary embeddings and the cache's slots. None means 0..T-1
-      and a cache without earlier tokens.
-    segments: int32 [B, T]; tokens attend to their own segment; 0 is padding. None: one per row.
+    positions: int32 [B, T], for rotary embeddings and the cache's slots. None means 0..T-1. If so,
+      a cache must have no earlier tokens.
+    segments: int32 [B, T], segment numbers; 0 is padding. Tokens attend to their own segment. None
+      means that each row is one segment.
     tree: layout of sequences that share prefixes; needs `positions`. None for plain rows.
-    cache: keys and values of earlier positions. If T > 1, the new positions are consecutive and
-      begin at the same position in all rows. `Pages` require T = 1. None means no cache.
-    routing: int32 [MoE layers, B, T, k], experts to replay; -1 keeps the router's choice.
-    compute: dtypes and implementations.
+    cache: keys and values, or recurrent states, of earlier positions. If T > 1, the new positions
+      are consecutive and begin at the same position in all rows. `Pages` require T = 1. None means
+      no cache.
+    routing: int32 [MoE layers, B, T, k], experts to replay; -1 keeps the router's choice. None
+      means no replay.
+    compute: dtype and implementations.
   """
   B, T = tokens_BT.shape
   from_start = positions is None  # If so, the cache has no earlier tokens.

@@ -23,12 +23,12 @@ def upcycle(
 ) -> tuple[Params, ModelConfig]:
   """Copies every feed-forward layer to `experts` experts and adds a random router.
 
-  The gate weights of a token's experts sum to 1, so the model's outputs are unchanged if there is
-  no noise, for any choice of experts. But equal experts have equal gradients, up to their gate
-  weights. If there is noise, each weight w of each copy becomes w (1 + noise · ε), ε ~ N(0, 1).
+  The gate weights of a token's experts sum to 1. So if there is no noise, the model's outputs are
+  unchanged for any choice of experts. Noise lets the experts differ from the start: each weight w
+  of each copy becomes w (1 + noise · ε), with ε ~ N(0, 1).
 
   Args:
-    params, config: a dense model without linear attention. Its layers normalise the inputs of
+    params, config: a dense model without linear attention. Its layers must normalise the inputs of
       attention and feed-forward layer, but not the outputs, as in Llama, Qwen2 and Qwen3.
     key: random key of the router and the noise.
     experts, per_token: E and k.
@@ -38,7 +38,7 @@ def upcycle(
     Parameters and configuration of the new model.
 
   Raises:
-    ValueError: the model has experts already, normalises outputs, or has linear attention.
+    ValueError: if the model has experts already, normalises outputs, or has linear attention.
   """
   if config.num_experts or family(config).block is not Block or config.linear.pattern > 1:
     raise ValueError(

@@ -26,8 +26,8 @@ from gspo_jax.sharding import Rules
 class Params:
   """Parameters of a model, or any tree of their structure.
 
-  A block has the weights of layers of one kind, a `Stack`, stacked on l. The model's family
-  defines the class of its blocks.
+  A block has the weights of one `Stack`: layers of one kind, stacked on the axis l. The model's
+  family defines the class of the blocks.
   """
 
   embed: Any  # V D
@@ -87,7 +87,7 @@ class GatedDelta:
   q_conv: Any  # l K H C, a causal convolution of each channel over C positions
   k_conv: Any  # l K H C
   v_conv: Any  # l K R J C
-  log_decay: Any  # l K R, log of the decay's factor
+  log_decay: Any  # l K R, logarithm of a decay rate per head
   decay_bias: Any  # l K R
   norm: Any  # l J, scale of the norm of each value head
   o: Any  # l K R J D
@@ -137,8 +137,8 @@ class ExtendedMoe(Moe):
 class InStack(NamedTuple):
   """One layer's weight, as the stack of all layers and an index.
 
-  `read` belongs directly before the product: XLA then fuses the slice into the product. On TPU an
-  earlier slice would copy the weight at every decode step.
+  Call `read` directly before the product, because XLA then fuses the slice into the product. On TPU
+  an earlier slice would copy the weight at every decode step.
   """
 
   stack: jax.Array | Int8  # [l, ...]
@@ -158,9 +158,10 @@ class Weight:
   letters: axes, one letter each, such as "lDNH".
   sizes: dict, letter -> size of its axis.
   fan_in: letters of the input axes. "" for a weight initialised to `constant`.
-  constant: initial value, such as 1 for a norm's scale, or an array that is broadcast.
-  wide: whether computations use the weight in float32 for any compute dtype; for small, sensitive
-    weights.
+  constant: initial value if `fan_in` is "", such as 1 for a norm's scale, or an array that is
+    broadcast.
+  wide: whether computations use the weight in float32, whatever the compute dtype; for small,
+    sensitive weights.
   whole: whether a mesh may split only the axis D.
   dtype: dtype in computations. None means float32 if `wide`, else the compute dtype.
   """
@@ -231,7 +232,7 @@ def attention_table(
   norm: options of `Weight` for the scales of the norms of queries and keys.
   norm_heads: whether one norm is over all heads together, instead of one over each head.
   o_bias: whether the output projection has a bias.
-  gate: whether outputs are multiplied by a gate; excludes `o_bias` and sinks.
+  gate: whether outputs are multiplied by a gate. If so, there is no output bias and no sink.
   """
 
   def scale(heads: str) -> Weight | None:
@@ -260,9 +261,9 @@ def attention_table(
 def gated_delta_table(c: ModelConfig, number: int) -> GatedDelta:
   """Declares the weights of linear attention in `number` stacked layers.
 
-  Convolutions, decays and write strengths are computed in float32. For a = 0, the initial decays
-  per position are spread from exp(-0.001) to exp(-0.1) over the heads, as in Mamba 2
-  (arXiv:2405.21060).
+  Convolutions, decays and write strengths are computed in float32. Before training, at positions
+  where the projection `a` gives 0, the heads' decays are spread geometrically from exp(-0.001) to
+  exp(-0.1) per position, as in Mamba 2 (arXiv:2405.21060).
   """
   s = c.linear
   K, R = s.key_heads, s.value_heads // s.key_heads

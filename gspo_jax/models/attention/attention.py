@@ -30,9 +30,9 @@ from gspo_jax.models.attention.blocks import (
 from gspo_jax.system import accelerators
 
 FORMULATIONS = ("plain", "blockwise", "splash", "cudnn")
-PLAIN = 128  # Maximum queries per row for `plain` under "auto"; twice as many if no kernel fits.
+PLAIN = 128  # Maximum queries per row for `plain` if "auto" has a kernel instead; else twice that.
 CUDNN = "dot_product_attention_fwd_wrapper"  # Name of cuDNN's primitive, for `remat`.
-SLAB = 64  # Queries per product in `plain`. A product skips the keys after its last query.
+SLAB = 64  # Queries in one product of `plain`. The product skips keys after its last query.
 
 
 def choose(
@@ -47,7 +47,7 @@ def choose(
 
   "auto" chooses `plain` for few queries, else the platform's kernel if it supports the other
   arguments, else `blockwise`. Any other `implementation` is returned unchanged. Raises ValueError
-  if it does not support the other arguments.
+  if that implementation does not support the other arguments.
 
   queries: T, queries per row.
   scores: window, soft bound and sinks. None means no window, bound or sinks.
@@ -73,7 +73,7 @@ def choose(
 def lacks(
   implementation: str | None, dtype: Any, scores: Scores | None, gaps: bool, width: int
 ) -> str:
-  """Describes the first unsupported feature, or returns ""."""
+  """Describes the first feature without support; returns "" if all have support."""
   scores = scores or Scores(1.0)
   window, cap = scores.window, scores.cap
   if implementation == "splash" and window and gaps:  # The kernel counts padding as positions.
@@ -112,7 +112,7 @@ def attend_self(
   scores: Scores | None = None,
   position_BS: jax.Array | None = None,
 ) -> jax.Array:
-  """Causal attention of the last T of S tokens, [B, T, N, H].
+  """Computes causal attention from the last T of S tokens, [B, T, N, H].
 
   softmax(q kᵀ / √H) v over the keys of the query's segment, up to the query's position. Softmax is
   in float32; N/K query heads share a key head.
@@ -156,6 +156,9 @@ class Tree(NamedTuple):
   The trunk is the prompt except its last token. That token begins every branch, since the token
   after it differs between branches. A branch attends to the trunk and itself. The layout of a group
   is one long sequence, stored as `branches` consecutive rows of equal length.
+
+  For example, the prompt "abc" and the responses "de" and "fg" have the trunk "ab" and the branches
+  "cde" and "cfg". They are stored as the rows "abcd" and "ecfg".
   """
 
   trunk: int  # S, number of positions of the trunk; a multiple of `branches`.
@@ -184,8 +187,8 @@ def attend_tree(
 ) -> jax.Array:
   """Attends within trunks, and from each branch to its trunk and itself.
 
-  A trunk's keys and values are repeated for each branch. `position_BT` measures the window, since a
-  trunk may end with padding. It may be None if there is no window.
+  A trunk's keys and values are repeated for each branch. The window is measured in `position_BT`
+  instead of indices, since a trunk may end with padding. None is allowed if there is no window.
   """
 
   def path(x_RS, x_BU):
@@ -208,6 +211,9 @@ class Paths(NamedTuple):
 
   A path is a prefix and one of its continuations. The packed rows store a prefix once. Attention
   runs on rows [R, F] instead, with all paths in full, one after another.
+
+  For example, the packed row "ab|cd|ef", with prefix "ab", has the attention row "abcd|abef". Its
+  `read_RF` is 0 1 2 3 0 1 4 5, its `segment_RF` 1 1 1 1 2 2 2 2, its `back_RT` 0 1 2 3 6 7.
   """
 
   read_RF: jax.Array  # int32: index of the token in the flattened [R, T]; R·T for padding.
@@ -292,9 +298,9 @@ def attend(
 
 
 def _softmax(score: jax.Array, sink_N: jax.Array | None, by_head: tuple[int, ...]) -> jax.Array:
-  """Softmax over the last axis, with each head's sink in the denominator.
+  """Computes the softmax over the last axis, with each head's sink in the denominator.
 
-  by_head: shape of the sinks to broadcast with the scores, 1 on every axis except the heads'.
+  by_head: shape in which sinks broadcast with the scores, 1 on every axis except those of heads.
   """
   if sink_N is None:
     return jax.nn.softmax(score, axis=-1)
@@ -349,9 +355,9 @@ def _splash_kernel(
   if scores.window:
     mask = splash.LocalMask(shape, (scores.window - 1, 0), offset=first)
   # Each block of queries reads all keys, and in the backward pass each block of keys reads all
-  # queries. So the largest blocks that fit in the chip's vector memory have the least traffic. For
-  # 32 heads and 32,768 positions on v5p, the traffic of a layer is 22 GB; blocks of half the size
-  # would make it 36 GB.
+  # queries. So the largest blocks that fit in the chip's vector memory have the least traffic from
+  # HBM. For 32 heads and 32,768 positions on v5p, the traffic of a layer is 22 GB. With blocks of
+  # half the size, the traffic would be 36 GB.
   (queries, keys), (q_block, k_block) = shape, blocks
   most = 1024 * accelerators.vector_memory(sharding.device_kind()) // 2**24
   return splash.make_splash_mha(

@@ -16,7 +16,7 @@ from gspo_jax import sharding
 from gspo_jax.settings.mesh import AXES
 
 NEGATIVE = -1e30  # Score of an invisible key; -inf would give NaN for a query without any key.
-BLOCK = 512  # Approximate number of queries, and of keys, in a block of scores; less on CPU.
+BLOCK = 512  # Approximate number of queries, and of keys, in a block of scores; on CPU a maximum.
 RESIDUAL = "attention"  # Name of attention's outputs in rematerialisation policies.
 
 
@@ -46,11 +46,11 @@ def attend_blockwise(
   scores: Scores,
   positions: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-  """Attention of query t to keys s <= order_t of its segment, [B, T, N, H].
+  """Attends from query t to keys s <= order_t of its segment, [B, T, N, H].
 
   In forward and backward pass, only the scores of one block of queries and one block of keys are in
-  memory. Blocks before the first and after the last visible key are skipped. FlashAttention,
-  arXiv:2205.14135, algorithms 1 and 4.
+  memory. Blocks before the first and after the last visible key are skipped. The algorithms are
+  those numbered 1 and 4 in FlashAttention, arXiv:2205.14135.
 
   Args:
     order_BT: int32, index on S of the last key each query may see.
@@ -101,9 +101,9 @@ class Keys(NamedTuple):
 def block_size(rows: int) -> int:
   """Returns a block size, a power of two.
 
-  On CPU, the size is such that the scores of a block, rows · size² numbers, fit in a core's cache
-  of about a megabyte. The size is at least 64, even if the scores then exceed the cache. Attention
-  with blocks of 512 would take twice as long.
+  On CPU, the size is at least 64 and at most `BLOCK`. Within these bounds, the scores of a block,
+  rows · size² numbers, fit in a core's cache of about a megabyte. Attention with blocks of 512
+  would take twice as long.
 
   rows: number of rows times heads, B·N.
   """

@@ -17,7 +17,7 @@ from gspo_jax.sharding import BATCH, P
 
 
 def spec(x: Any) -> P:
-  """PartitionSpec of an array of a dense or paged cache."""
+  """Returns the PartitionSpec of an array of a dense or paged cache."""
   return P(None, BATCH, "tensor", *[None] * (x.ndim - 3))
 
 
@@ -42,7 +42,8 @@ class Block:
 class States:
   """Recurrent states of one block of layers with linear attention, float32.
 
-  Letters: `delta_rule`. C - 1 is the number of earlier inputs that a convolution reads.
+  `delta_rule` defines the letters. But the axis C has only C - 1 entries here, the earlier inputs
+  that a convolution reads.
   """
 
   state_lBKRHJ: jax.Array
@@ -129,13 +130,13 @@ def write(
 ) -> tuple[Block, jax.Array, jax.Array]:
   """Writes one layer's new keys and values, one or several per row.
 
-  Several positions of a row are consecutive, and begin at the same position in all rows. For use
-  inside `shard_map`.
+  If there are several per row, their positions are consecutive, and begin at the same position in
+  all rows. For use inside `shard_map`.
 
   Returns:
-    The block, the keys, and the values. If the cache is int8, keys and values are returned as
-    rounded, so a prefill and later decode steps use the same numbers. Otherwise keys and values are
-    returned unchanged.
+    The block, the keys, and the values. If the cache is int8, the returned keys and values are
+    rounded like the stored ones, so a prefill and later decode steps use the same numbers.
+    Otherwise keys and values are returned unchanged.
   """
   write_to = functools.partial(_write, layer=layer, position_BT=position_BT)
   scale_lBK2S, dtype = block.scale_lBK2S, k_BTKH.dtype
@@ -176,9 +177,9 @@ def read(block: Block, layer: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Arr
 def encode(x: jax.Array, dtype: Any) -> list[jax.Array]:
   """Converts vectors [..., H] to the stored dtype of a cache.
 
-  Returns [x], or for int8 [integers, scales]: x is about integers · scale, with the scale
-  max |x| / 127 of each vector in float32, shape [...]. For H = 128, scales in bfloat16 would
-  make the cache 1.5 % smaller, with errors of up to 0.4 %.
+  Returns [x], or for int8 [integers, scales], so that x is about integers · scale. Each vector has
+  the scale max |x| / 127, so the scales have shape [...]. They are in float32. For H = 128, scales
+  in bfloat16 would make the cache 1.5 % smaller, but would change values by up to 0.4 %.
   """
   if dtype == jnp.uint16:
     return [jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), dtype)]
@@ -203,8 +204,8 @@ def tile(dtype: Any) -> int:
 def insert(cache: Any, rows: Any, index_r: jax.Array) -> Any:
   """Writes row j of `rows` to row `index_r[j]` of the cache.
 
-  Rows with an index out of range are dropped. `rows` may have fewer slots than the cache: later
-  slots are unchanged. `cache` may also be a tree of `States`. For use inside `shard_map`.
+  Rows with an index out of range are dropped. `rows` may have fewer slots than the cache; later
+  slots are unchanged. Cache and rows may also be trees of `States`. For use inside `shard_map`.
   """
 
   def write_rows(x: jax.Array, new: jax.Array) -> jax.Array:
@@ -215,10 +216,10 @@ def insert(cache: Any, rows: Any, index_r: jax.Array) -> Any:
 
 
 def copy_row(cache: Any, row: jax.Array, source: Any, source_row: jax.Array) -> Any:
-  """Copies a row of `source` to the first slots of row `row`.
+  """Copies a row of `source` to the first slots of row `row` of the cache.
 
-  `source` may have fewer slots; later slots of the row are unchanged. Both may also be trees of
-  `States`. For use inside `shard_map`.
+  `source` may have fewer slots than the cache; later slots are unchanged. Cache and source may also
+  be trees of `States`. For use inside `shard_map`.
   """
 
   def copy(x, s):

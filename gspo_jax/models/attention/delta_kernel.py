@@ -1,7 +1,7 @@
 """Pallas kernels: one position of the gated delta rule, with the states updated in place.
 
-A state is read and written once. XLA's own form reads it twice: for the sums over the old state,
-and to add to it.
+The kernels read and write each state once. XLA would read it twice: for the sums over the old
+state, and for the new state.
 """
 
 import math
@@ -17,14 +17,15 @@ from gspo_jax.models.attention import delta_rule
 from gspo_jax.models.attention.delta_rule import Inputs
 
 BLOCK = 2**21  # Maximum bytes of states in a grid step on TPU.
-WIDTH = 32  # Maximum width J of a program's states on GPU.
+WIDTH = 32  # Maximum number of a state's J columns in one program on GPU.
 LANES, SUBLANES = 128, 8  # Sides of a hardware tile on TPU.
 
 
 def step(inputs: Inputs, state_lBKRHJ: jax.Array, layer: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Computes one position, T = 1, as `delta_rule.step`.
+  """Computes one position, T = 1, as `delta_rule.step` does.
 
-  Returns outputs [B, 1, K, R, J], and the states of all layers, with those of `layer` updated.
+  Returns outputs [B, 1, K, R, J], and the states of all layers, with those of `layer` updated. If
+  no kernel supports the platform and the sizes H and J, `delta_rule.step` computes the position.
   """
   *_, H, J = state_lBKRHJ.shape
   platform = sharding.platform()
@@ -39,9 +40,10 @@ def step(inputs: Inputs, state_lBKRHJ: jax.Array, layer: jax.Array) -> tuple[jax
 
 
 def _update(state_HJ, q_H1, k_H1, v_1J, beta_1J, decay_1J, qk):
-  """Returns output and state of one head, from one read of the state before.
+  """Returns output and new state of one head, from one read of the old state.
 
-  y = Sᵀq of the new state S = e^g S' + k uᵀ is e^g S'ᵀq + (k·q) u.
+  For the old state S', the new state is S = e^g S' + k uᵀ, and the output is
+  y = Sᵀq = e^g S'ᵀq + (k·q) u.
 
   qk: product k·q.
   """
@@ -54,7 +56,7 @@ def _update(state_HJ, q_H1, k_H1, v_1J, beta_1J, decay_1J, qk):
 def _arrays(inputs: Inputs, J: int) -> list[jax.Array]:
   """Returns queries, keys, values, strengths and decays of the position in float32.
 
-  Strengths and decays are repeated over the width J, since a kernel reads no single numbers.
+  Strengths and decays are repeated over the width J, since the kernels read vectors only.
   """
   q_BKH, k_BKH, v_BKRJ, g_BKR, beta_BKR = (x[:, 0].astype(jnp.float32) for x in inputs)
   repeated = (jnp.broadcast_to(x[..., None], v_BKRJ.shape) for x in (beta_BKR, jnp.exp(g_BKR)))
@@ -118,7 +120,7 @@ def step_tpu(
 def step_gpu(
   inputs: Inputs, state_lBKRHJ: jax.Array, layer: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Runs the kernel for NVIDIA GPUs. A program has a head of one row, and part of its width J."""
+  """Runs the kernel for NVIDIA GPUs. A program has some columns (J) of one value head's state."""
   _, B, K, R, H, J = state_lBKRHJ.shape
   width = math.gcd(J, WIDTH)
 

@@ -1,7 +1,7 @@
 """Gated delta rule: linear attention with a recurrent state of constant size.
 
-Each head has a state S [H, J], a map from keys to values. A position lets the state decay, and
-corrects the value that the state returns for its key:
+Each value head has a state S [H, J], a map from keys to values. A position t lets the state decay,
+and corrects the value that the state returns for the key k_t:
 
   S_t = e^g_t S_{t-1} + k_t u_tᵀ,   u_t = β_t (v_t - e^g_t S_{t-1}ᵀ k_t),   y_t = S_tᵀ q_t
 
@@ -12,6 +12,7 @@ Letters in addition to those of structs.py:
 
   R  value heads per key head      i, j  positions of a chunk
   J  width of a value              C     positions of a convolution
+  c  chunks of a group
 """
 
 import functools
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-CHUNK = 64  # Positions of a chunk: for H = J = 128, the products within and between chunks balance.
+CHUNK = 64  # Positions of a chunk. Longer chunks need more products, shorter ones more steps.
 GROUP = 16  # Maximum number of chunks that are computed in parallel, except for their states.
 INVERSE = "delta_inverse"  # Name of inverses, which the backward pass does not compute again.
 
@@ -49,8 +50,9 @@ def step(inputs: Inputs, state_BKRHJ: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Computes one position, T = 1; returns outputs [B, 1, K, R, J] and states."""
   q_BKH, k_BKH, v_BKRJ, g_BKR, beta_BKR = (x[:, 0].astype(jnp.float32) for x in inputs)
   decay_BKRJ = jnp.exp(g_BKR)[..., None]
-  # Sums of products: a matrix product would round its inputs on TPU, and gain nothing. Both sums
-  # are over the old state, S_tᵀ q = e^g S_{t-1}ᵀ q + (k · q) u, so that one pass reads it for both.
+  # Elementwise products and sums: a matrix product would round its inputs on TPU, and would not be
+  # faster. Since S_tᵀ q = e^g S_{t-1}ᵀ q + (k · q) u, both sums are over the old state. So one pass
+  # reads the state for both.
   k_BKRHJ, q_BKRHJ = k_BKH[:, :, None, :, None], q_BKH[:, :, None, :, None]
   recalled_BKRJ, y_BKRJ = (jnp.sum(state_BKRHJ * x, axis=3) for x in (k_BKRHJ, q_BKRHJ))
   u_BKRJ = beta_BKR[..., None] * (v_BKRJ - decay_BKRJ * recalled_BKRJ)
@@ -64,15 +66,15 @@ def chunked(
 ) -> tuple[jax.Array, jax.Array]:
   """Computes T positions in chunks; equals `step` at each position, up to rounding.
 
-  The backward pass recomputes each chunk from the state before it.
+  The backward pass recomputes each group of chunks from the states before the group.
 
   Args:
-    segment_BT: segment numbers. The state begins anew with each segment; 0 is padding, which
+    segment_BT: segment numbers. Each new segment begins with a state of zeros. 0 is padding, which
       changes no state. A segment is contiguous, except for padding.
     state_BKRHJ: states before the first position, which belong to the first position's segment.
 
   Returns:
-    Outputs, float32 [B, T, K, R, J], undefined for padding; states after the last segment.
+    Outputs, float32 [B, T, K, R, J], undefined for padding; states after the last token.
   """
   B, T = segment_BT.shape
   size = min(CHUNK, T)
@@ -105,7 +107,8 @@ def _group(carry, part):
   """Computes the positions of a group of chunks; all but the states in parallel.
 
   Within a chunk, all u_i solve (I + A) U = B, with A_ij = β_i e^(G_i - G_j) k_iᵀ k_j for j < i, and
-  the row β_i (v_i - e^G_i Sᵀ k_i) of B. G is the cumulative sum of g in i's segment.
+  the row β_i (v_i - e^G_i Sᵀ k_i) of B. G_i is the sum of g over the chunk's positions of i's
+  segment up to i. S is the state before the chunk, or 0 if that state belongs to another segment.
 
   carry: states before the group, and the segments to which they belong.
   """
@@ -118,12 +121,13 @@ def _group(carry, part):
   owner_cB, last_cB = _owners(segment_cBi, before_B)
   same_cBij = segment_cBi[..., :, None] == segment_cBi[..., None, :]
   visible_cBij = jnp.tril(same_cBij)
-  # A sum over all segments would round a segment's decays by those of earlier segments.
+  # Sums are within a segment. In sums over all segments, long earlier segments would round away
+  # the decays of a later one.
   total_cBKRi = _sums(visible_cBij, g_cBKRi)
   between = total_cBKRi[..., :, None] - total_cBKRi[..., None, :]
   decay_cBKRij = jnp.exp(jnp.where(visible_cBij[:, :, None, None], between, -jnp.inf))
 
-  # State of earlier chunks, as each position of its segment sees it.
+  # Decay of the state before the chunk up to each position; 0 at positions of other segments.
   owned_cBi = segment_cBi == owner_cB[..., None]
   seen_cBKRi = jnp.exp(total_cBKRi) * owned_cBi[:, :, None, None]
   kk_cBKij = jnp.einsum("cBKiH,cBKjH->cBKij", k_cBKiH, k_cBKiH)
@@ -133,7 +137,7 @@ def _group(carry, part):
   in_last_cBi = segment_cBi == last_cB[..., None]
   all_cBKR1 = _sums(in_last_cBi[:, :, None], g_cBKRi)
   kept_cBKR = jnp.exp(all_cBKR1[..., 0]) * (owner_cB == last_cB)[:, :, None, None]
-  # Decays after a position. The difference of two long sums would round them.
+  # Decays after a position, summed directly, because a difference of two long sums is less exact.
   later_cBKRi = _sums(jnp.triu(same_cBij, 1), g_cBKRi)
   left_cBKRi = jnp.exp(later_cBKRi) * in_last_cBi[:, :, None, None]
 
@@ -156,7 +160,7 @@ def _group(carry, part):
 def _owners(segment_cBi: jax.Array, before_B: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Returns the segments of the states before and after each chunk, [c, B].
 
-  Padding changes neither: the last segment before it remains.
+  A chunk of padding alone does not change the segment.
   """
 
   def following(before_B, segment_Bi):
@@ -186,11 +190,11 @@ def _last_segment(segment_BT: jax.Array, before_B: jax.Array) -> jax.Array:
 def inverse(a_ij: jax.Array) -> jax.Array:
   """(I + A)⁻¹ for strictly lower triangular matrices A [..., i, j].
 
-  Inverts diagonal blocks of 2, 4, 8, ... rows: a block with halves X and Y and the part A' below
-  its diagonal has the inverse [[X⁻¹, 0], [-Y⁻¹ A' X⁻¹, Y⁻¹]]. The sum of powers of A would need
-  fewer products, but its terms grow exponentially for equal keys.
+  Inverts diagonal blocks of 2, 4, 8, ... rows. A block [[X, 0], [A', Y]] has the inverse
+  [[X⁻¹, 0], [-Y⁻¹ A' X⁻¹, Y⁻¹]]. The sum of powers of -A would need fewer products, but its terms
+  grow exponentially for equal keys.
   """
-  # On TPU rounds to 16 bits: far less than the rule's other products.
+  # On TPU, HIGH keeps about 16 bits of each factor. The rule's other products keep 8 bits.
   product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGH)
   index = np.arange(a_ij.shape[-1])
   x_ij, rows = jnp.broadcast_to(np.eye(len(index), dtype=a_ij.dtype), a_ij.shape), 1
@@ -198,7 +202,7 @@ def inverse(a_ij: jax.Array) -> jax.Array:
     block = index // rows
     below = (block[:, None] % 2 == 1) & (block[:, None] == block[None] + 1)
     part_ij = jnp.where(np.broadcast_to(below, a_ij.shape), a_ij, 0)
-    # With single rows X and Y are 1.
+    # For blocks of two rows, X and Y are 1.
     x_ij = x_ij - (part_ij if rows == 1 else product(product(x_ij, part_ij), x_ij))
     rows *= 2
   return x_ij
@@ -220,17 +224,17 @@ inverse.defvjp(_inverse_forward, _inverse_backward)
 def convolve(
   x_BTY: jax.Array, w_YC: jax.Array, segment_BT: jax.Array, tail_BCY: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """silu(Σ_c w_c x_{t - C + 1 + c}) of each channel, over positions of t's segment.
+  """Computes silu(Σ_c w_c x_{t - C + 1 + c}) of each channel, within t's segment.
 
   Args:
-    x_BTY: inputs; Y stands for any number of axes.
+    x_BTY: inputs; Y means any number of axes.
     w_YC: weights of C positions.
     segment_BT: segment numbers, as for `chunked`.
-    tail_BCY: the C - 1 inputs before the first position, of the first position's segment.
+    tail_BCY: the C - 1 inputs before the first position; they belong to its segment.
 
   Returns:
-    Outputs in float32, and the tail after the last input that is not padding. The tail is undefined
-    if padding lies before this input.
+    Outputs in float32, and the new tail: the C - 1 last inputs that are not padding. The new tail
+    is undefined if there is padding between inputs.
   """
   T, C = x_BTY.shape[1], w_YC.shape[-1]
   x_BXY = jnp.concatenate([tail_BCY, x_BTY.astype(tail_BCY.dtype)], axis=1)
@@ -242,7 +246,7 @@ def convolve(
     same_BTY = jnp.expand_dims(same_BT, range(2, x_BTY.ndim))
     y_BTY += jnp.where(same_BTY, x_BXY[:, c : c + T], 0) * w_YC[None, None, ..., c]
   real_BT, channels = segment_BT > 0, range(2, x_BTY.ndim)
-  if T == 1:  # Without a gather at every decode step.
+  if T == 1:  # A decode step needs no gather.
     tail_BCY = jnp.where(jnp.expand_dims(real_BT, channels), x_BXY[:, 1:], x_BXY[:, :-1])
   else:
     index_BC = real_BT.sum(1)[:, None] + jnp.arange(C - 1)[None]

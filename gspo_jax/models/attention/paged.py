@@ -44,7 +44,7 @@ def attend(
     q_BNH: queries, already multiplied by `scores.scale`.
     new: keys and values [B, K, 2, H], key first; for int8, also their scales [B, K, 2].
     stored: pages [l, p, K, 2, S, H] of S positions; for int8, also scales [l, p, K, 2, S].
-    layer: index of the layer in the cache.
+    layer: index of the layer in `stored`.
     table_Bn: page numbers of each row, in order of positions.
     position_B: position of the new token; -1 writes nothing and returns an undefined result.
     interpret: whether to run in Pallas' interpreter, without a TPU.
@@ -122,9 +122,9 @@ def _grid_spec(
 def _cost(
   q_BNH: jax.Array, stored: Sequence[jax.Array], width: int, scores: Scores
 ) -> pl.CostEstimate:
-  """Estimates the cost for rows, or windows, of maximum length.
+  """Estimates the cost for rows of maximum length, or for whole windows.
 
-  The rows' positions are unknown while tracing.
+  The estimate is an upper bound, since the rows' positions are unknown while tracing.
   """
   (B, N, H), (_, _, K, _, S, _), dtype = q_BNH.shape, stored[0].shape, stored[0].dtype
   pages = B * (min(width, (scores.window - 2) // S + 2) if scores.window else width)
@@ -151,7 +151,7 @@ def _kernel(
     begin = jnp.maximum(last - scores.window + 1, 0) // S if scores.window else 0
     return begin, last // S
 
-  def fetch(row, i, side, method):  # A page is on the other side of a buffer than the next page.
+  def fetch(row, i, side, method):  # Successive pages alternate between a buffer's two sides.
     page = table[(row0 + row) * width + i]
     for n, (source, target) in enumerate(zip(stored, buffers)):
       copy = pltpu.make_async_copy(source.at[page], target.at[side], fetched.at[n, side])
@@ -202,7 +202,7 @@ def _kernel(
 
 
 def _tile_of(buffer, slot):
-  """Returns first slot and slice of a slot's hardware tile."""
+  """Returns the first slot of a slot's hardware tile, and the tile as a slice."""
   size = tile(buffer.dtype)
   first = pl.multiple_of(slot // size * size, size)
   return first, pl.ds(first, size)

@@ -109,7 +109,7 @@ def allocate(
 
   length: maximum number of positions of a row.
   pages: number of pages, over all devices.
-  page: positions of a page.
+  page: number of positions of a page.
   dtype: dtype of keys and values; int8 also allocates scales.
   layers: number of layers in each block of the parameters. None means as in `transformer.table`.
   """
@@ -135,7 +135,7 @@ def no_pages(rows: int, width: int) -> jax.Array:
 
 
 def free(cache: Pages, *tables: jax.Array) -> jax.Array:
-  """Finds pages in no table of the cache or `tables`, bool [p]."""
+  """Marks the pages in neither the cache's table nor `tables`, bool [p]."""
   used = jnp.concatenate([cache.table_Bn.reshape(-1), *(t.reshape(-1) for t in tables)])
   page_p = jnp.arange(cache.pages)
   return ~(used[:, None] == page_p[None]).any(0)
@@ -144,14 +144,14 @@ def free(cache: Pages, *tables: jax.Array) -> jax.Array:
 def insert(
   cache: Pages, rows: Cache, length_r: jax.Array, *tables: jax.Array
 ) -> tuple[Pages, jax.Array, jax.Array]:
-  """Copies the first `length` positions of dense rows into free pages.
+  """Copies the first `length_r` positions of dense rows into free pages.
 
-  Rows take pages in order, until a row does not fit: this and all later rows take none.
+  Rows take pages in order. If a row does not fit, this row and all later rows take none.
 
   Args:
     rows: dense cache of r rows, such as prefilled prompts.
-    length_r: positions to copy of each row.
-    tables: further tables; their pages are in use.
+    length_r: number of positions to copy of each row.
+    tables: further tables with pages in use.
 
   Returns:
     The cache, with its table and states unchanged; a table of the new pages, int32 [r, n]; whether
@@ -191,9 +191,10 @@ def insert(
 def begin(cache: Pages, row: jax.Array, prefix_n: jax.Array, position: jax.Array, page: jax.Array):
   """Starts a row after a prefix, such as a prompt.
 
-  The row shares the prefix's full pages. Its next tokens are written to the free page `page`, which
-  begins as a copy of the prefix's last, partly filled page. Returns the cache, with its states
-  unchanged.
+  The row shares the prefix's full pages. Its next tokens are written to the free page `page`. If
+  the prefix's last page is partly filled, `page` begins as a copy of it. For example, a prefix of 6
+  positions in pages 3 and 8 of 4 positions each, and `page` = 5, give the row the pages 3 and 5.
+  Returns the cache, with its states unchanged.
 
   Args:
     row: index of the row.
@@ -274,7 +275,8 @@ def attend(
 def choose(cache: Block, implementation: str) -> str:
   """Returns the implementation of `attend` for a value of `ComputeConfig.attention`.
 
-  The kernel needs S to be a multiple of a hardware tile, and H a multiple of its 128 lanes.
+  "splash" means the kernel, and so does "auto" on TPU. The kernel needs S to be a multiple of a
+  hardware tile, and H a multiple of its 128 lanes. Otherwise "plain" is used.
   """
   S, H = cache.kv_lpK2SH.shape[-2:]
   kernel = sharding.platform() == "tpu" if implementation == "auto" else implementation == "splash"

@@ -36,10 +36,11 @@ def rotation_of(config: ModelConfig, local: bool) -> Rotation:
 
 
 def waves(half: int, theta: float) -> np.ndarray:
-  """Returns theta^(i/half), float32: wavelengths divided by 2π, the inverse frequencies.
+  """Returns wavelengths divided by 2π, theta^(i/half), in float32.
 
-  The host computes the wavelengths, so that they are rounded as in Hugging Face, whatever the
-  device. The last bit of a frequency matters: at position 30,000 it changes angles visibly.
+  Their inverses are the frequencies. The host computes the wavelengths, so that they are rounded as
+  in Hugging Face, whatever the device. The last bit of a frequency matters, because at position
+  30,000 it changes angles visibly.
   """
   exponent_h = np.arange(half, dtype=np.float32) / np.float32(half)
   return np.power(theta, exponent_h, dtype=np.float64).astype(np.float32)
