@@ -258,8 +258,7 @@ def _layer(
   attend = functools.partial(
     module.attend, kv=kv, layer=index, config=config, compute=compute, kind=kind, **placement
   )
-  # The barrier prevents XLA from casting the weights of all layers before the loop, and thereby
-  # from keeping the copies in memory.
+  # Without this barrier, XLA casts the weights of all layers before the loop, and keeps the copies.
   if kv is None:
     block = jax.lax.optimization_barrier(block)
   declared = family(config).block_table(config, kind, 1)

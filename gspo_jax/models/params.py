@@ -33,7 +33,7 @@ def with_adapters(
     seed: seed of new adapters.
 
   Raises:
-    FileNotFoundError, CheckpointError, ValueError: as `peft.load`.
+    FileNotFoundError, CheckpointError, ValueError: as in `peft.load`.
   """
   if not config.rank:
     return params

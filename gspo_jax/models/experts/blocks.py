@@ -2,7 +2,7 @@
 
 An assignment is a pair of a token and an expert it chose; a row is the data of an assignment.
 `apply_blocks` loops over all blocks. `apply_batched` multiplies the first C rows of every expert at
-once, and loops over blocks of the remaining rows. `moe` documents their arguments and results.
+once, and loops over blocks of the remaining rows. `moe` documents arguments and results of the two.
 
 Axes: X tokens, k choices, A = X·k assignments, R rows of a block, Z slots for rows.
 """
@@ -54,7 +54,11 @@ def take(table: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 class Layout(NamedTuple):
-  """Slots of the assignments to local experts, grouped by expert."""
+  """Slots of the assignments to local experts, grouped by expert.
+
+  For example, four tokens choose the experts 0, 1, 0, 0 (k = 1), and a block has R = 2 rows. Then
+  `slot_A` is [0, 4, 1, 2], `assignment_Z` [0, 2, 3, 4, 1, 4, 4, 4], and `end_E` [2, 3].
+  """
 
   slot_A: jax.Array  # Slot of an assignment; Z for an expert of another device.
   assignment_Z: jax.Array  # Assignment in a slot, token · k + choice; A for an empty slot.
@@ -67,9 +71,9 @@ def block_layout(experts_Xk: jax.Array, num_experts: int, R: int, C: int = 0) ->
   The first C assignments of expert e have the slots from e·C; the blocks follow these E·C slots.
   Index `num_experts` means an expert of another device.
 
-  The number of slots must be known while tracing. An expert's last block may have a single row, so
-  there are at most A/R + E blocks. If C ≥ R, there are at most A/R blocks, since an expert with
-  blocks has C further assignments outside its blocks.
+  The number of slots must be known while tracing, so it is an upper bound. There are at most
+  A/R + E blocks, since an expert's last block may have a single row. If C ≥ R, there are at most
+  A/R blocks, since an expert with blocks has C further assignments outside its blocks.
   """
   A, E = experts_Xk.size, num_experts
   chosen_AE = experts_Xk.reshape(A)[:, None] == jnp.arange(E)[None]
@@ -92,7 +96,8 @@ def block_rows(experts_Xk: jax.Array, w: ExpertWeights, backward: bool = False) 
 
   To limit padding, R is at most half of the mean load, or 8 if that is more. If this limit permits,
   R is large enough for XLA to compute the product of a block on several cores. In the backward pass
-  each block adds to the gradient of a whole expert. So R is then at least 64, if the limit permits.
+  each block adds to the gradients of all weights of an expert. To have fewer such additions, R is
+  at least 64 in the backward pass, if the limit permits.
   """
   largest = 1 << max(3, int(mean_load(experts_Xk, w)).bit_length() - 2)
   _, D, F = w.gate.shape
@@ -140,7 +145,7 @@ def add_bias(x_RF: jax.Array, bias_F: jax.Array | None) -> jax.Array:
 
 
 def _expert(x_RD: jax.Array, gate_R: jax.Array, w: ExpertWeights) -> jax.Array:
-  """gate · expert(x), for rows [R, D] of one expert, or [E, R, D] of several."""
+  """Returns gate · expert(x), for rows [R, D] of one expert, or [E, R, D] of several."""
   return _multiply(w.activation(*_hidden(x_RD, w)) * gate_R[..., None], w.down)
 
 
@@ -242,8 +247,8 @@ apply_blocks.defvjp(_blocks_forward, _blocks_backward)
 def batched_rows(experts_Xk: jax.Array, w: ExpertWeights) -> tuple[int, int]:
   """Returns C, and R ≤ C, the rows of a block.
 
-  C is about 1.2 times the mean load, at least 8 and at most X. R is at most 64 on CPU and 256
-  elsewhere: larger blocks keep a GPU busy.
+  C is about 1.2 times the mean load, at least 8 and at most X. R is at most 64 on CPU, and at most
+  256 elsewhere, since a GPU needs larger blocks to be busy.
   """
   most = 6 if sharding.platform() == "cpu" else 8  # Exponents of 2.
   C = min(experts_Xk.shape[0], max(8, -(-int(1.2 * mean_load(experts_Xk, w)) // 8) * 8))

@@ -18,8 +18,8 @@ from gspo_jax.models.weights import InStack
 from gspo_jax.settings.mesh import AXES
 from gspo_jax.sharding import BATCH, P
 
-# The number of an expert's rows is a multiple of `ROWS`, since a TPU is no faster with fewer rows.
-# But the number is at most that of the tokens, rounded up to a multiple of 8.
+# An expert's number of rows in `apply_one_hot` is a multiple of `ROWS`, because fewer rows are not
+# faster on TPU. Fewer tokens are padded to a multiple of 8 rows instead.
 ROWS = 64
 
 
@@ -37,13 +37,13 @@ def experts_of_few(
   experts, and scatters the sums back.
 
   Args:
-    weights: each is an `InStack`, not split over D.
+    weights: `InStack`s of the experts' weights, not split over D.
     apply: product with the local experts. Its arguments are those of `apply_one_hot` except `load`.
       Matrices in eight bits need `apply_one_hot`.
     check: argument of `sharding.shard_map`; False if `apply` is a Pallas kernel.
   """
   layer, over = weights.gate.layer, experts_over(weights.gate)
-  # The mesh's order of axes; in any other order, XLA sends twice the bytes.
+  # The axes are in the mesh's order; in any other order, XLA sends twice the bytes.
   chips = tuple(a for a in AXES if a in over)
   by_width = P(None, over, "tensor")
   split = weights.layout(P(None, over, None, "tensor"), by_width, by_width)
@@ -87,8 +87,8 @@ def experts_over(weight: InStack) -> tuple[str, ...]:
 def gather_tokens(x_XD: jax.Array, gate_Xk: jax.Array, experts_Xk: jax.Array, over: sharding.Axes):
   """Gathers tokens over the mesh axes `over`.
 
-  The bits of all three arrays are packed in one: the time of small collectives depends on their
-  number more than on their bytes. For use inside `shard_map`.
+  The bits of all three arrays are packed in one array, because the time of small collectives
+  depends more on their number than on their bytes. For use inside `shard_map`.
   """
   if sharding.axis_size(over) == 1:
     return x_XD, gate_Xk, experts_Xk

@@ -65,7 +65,7 @@ def _ragged(x_RD, w_EDF, count_E, transposed=False, dtype=None) -> jax.Array:
 
   count_E: number of rows of each group.
   transposed: whether matrices are [E, F, D].
-  dtype: dtype of the result. None means x's.
+  dtype: dtype of the result. None means the dtype of x.
   """
   w_EDF = jnp.swapaxes(w_EDF, 1, 2) if transposed else w_EDF
   return jax.lax.ragged_dot(x_RD, w_EDF, count_E, preferred_element_type=dtype or x_RD.dtype)
@@ -81,7 +81,7 @@ def _ragged_outer(x_RD, y_RF, count_E, dtype, total=None) -> jax.Array:
     lhs_ragged_dimensions=[0],
     rhs_group_dimensions=[],
   )
-  # Rows beyond the groups are undefined, and 0 times them may be NaN.
+  # Rows beyond the groups are undefined. They may be NaN, and 0 · NaN is NaN.
   real_R1 = (jnp.arange(x_RD.shape[0]) < count_E.sum())[:, None]
   x_RD, y_RF = (jnp.where(real_R1, x, 0) for x in (x_RD, y_RF))
   product_EDF = jax.lax.ragged_dot_general(
@@ -148,6 +148,9 @@ class Pieces(NamedTuple):
   """Assignments sorted by expert, padded to Z, a multiple of R.
 
   Assignments to other devices' experts follow those to local experts, and are not computed.
+
+  For example, two tokens choose the experts [1, 0] and [0, 5], and 0 and 1 are local. Assignments
+  are numbered 0 to 3, and sorted as 1, 2, 0, 3. `end_E` is [2, 3]: assignment 3 is not computed.
   """
 
   assignment_Z: jax.Array  # Index on A, token · k + choice; A for padding.
@@ -171,7 +174,7 @@ def _pieces(experts_Xk: jax.Array, num_local: int) -> tuple[Pieces, int]:
 def _piece(pieces: Pieces, R: int, k: int, i: jax.Array, X: int):
   """Returns tokens and assignments of piece i, and rows per expert.
 
-  Padding has token X and assignment X·k, both out of range.
+  Rows beyond the local experts' assignments have token X and assignment X·k, both out of range.
   """
   position_R = i * R + jnp.arange(R)
   assignment_R = jax.lax.dynamic_slice(pieces.assignment_Z, (i * R,), (R,))
@@ -183,7 +186,7 @@ def _piece(pieces: Pieces, R: int, k: int, i: jax.Array, X: int):
 
 
 def _each_piece(body, number: jax.Array, carry, first: tuple[jax.Array, ...] = ()):
-  """Loops over pieces. The first piece is outside the loop, to overlap with collectives.
+  """Loops over pieces. The first piece is outside the loop, so it may overlap with collectives.
 
   number: number of pieces in use.
   first: saved products of the first piece with gate and up; () if they are not saved.

@@ -3,8 +3,8 @@
 The router is computed on global arrays, outside of `shard_map`. Inside `shard_map`, devices on the
 mesh axis "expert" gather each other's tokens. Each device applies its local experts to the tokens
 that chose them, and the sums over devices are scattered back. An assignment is a pair of a token
-and an expert it chose. If a device has more assignments than rows in its buffers, it fills the
-buffers several times, so no assignment is dropped. The experts' matrix products have five
+and an expert it chose. If a device has more assignments than rows in its buffers, the device fills
+the buffers several times, so no assignment is dropped. The experts' matrix products have five
 `IMPLEMENTATIONS`:
 
   blocks    a loop over blocks of rows, each block for one expert; for many tokens on CPU
@@ -15,8 +15,8 @@ buffers several times, so no assignment is dropped. The experts' matrix products
 
 An implementation's arguments are x [X, D] of X tokens, gate weights and expert indices [X, k], the
 weights of n local experts, and `sink`. Index n means an expert of another device. The values of
-`sink` are not read; its gradient is that of the weights, in the dtype of `sink`. The result is the
-sum over local experts, Σ_k gate_k · expert_{index_k}(x), [X, D] in x's dtype.
+`sink` are not read; the gradient of `sink` is that of the weights, in the dtype of `sink`. The
+result is the sum over local experts, Σ_k gate_k · expert_{index_k}(x), [X, D] in x's dtype.
 """
 
 import functools
@@ -90,14 +90,16 @@ def route(
   """Returns gate weights and expert indices [B, T, k], and router statistics.
 
   Computes scores of all experts in float32, and chooses the k highest (`choose_experts`). Gate
-  weights are the chosen scores, renormalised if `norm_topk_prob`, times `router.scale`. A softmax
-  of the chosen logits alone (Granite, GPT-OSS) equals a renormalised softmax over all.
+  weights are the chosen experts' scores, times `router.scale`. If `norm_topk_prob` is True, the
+  chosen scores are first divided by their sum. If they come from a softmax over all experts, this
+  gives a softmax over the chosen experts' logits alone, as in Granite and GPT-OSS.
 
   valid_BT: mask of the tokens that count in the statistics; 0 on padding.
-  replayed_experts_BTk: indices in place of the router's choice; -1 keeps the choice, and None all
-    choices. Gate weights are still the current router's scores, with a gradient. (Routing Replay,
-    arXiv:2507.18071, §5.3; R2 and R3 of arXiv:2512.01374)
-  choice_bias_E, bias_E: biases on the scores, for the choice alone, and on the logits. None: 0.
+  replayed_experts_BTk: indices in place of the router's choice. A token with -1 keeps the router's
+    choice; None keeps all choices. Gate weights are still the current router's scores, with a
+    gradient. (Routing Replay, arXiv:2507.18071, §5.3; R2 and R3 of arXiv:2512.01374)
+  choice_bias_E: bias on the scores, for the choice alone. None means 0.
+  bias_E: bias on the logits. None means 0.
   """
   logit_BTE = sharding.einsum(
     "BTD,DE->BTE", x_BTD.astype(jnp.float32), router_DE.astype(jnp.float32), out=P(BATCH)
@@ -119,7 +121,7 @@ def route(
   one_hot_BTkE = jax.nn.one_hot(experts_BTk, config.num_experts, dtype=jnp.float32)
   gate_BTk = jnp.einsum("BTkE,BTE->BTk", one_hot_BTkE, score_BTE)
   if config.norm_topk_prob:
-    # The current router may give all replayed experts probabilities that round to 0.
+    # The sum may be 0, if the current router's probabilities of all replayed experts round to 0.
     gate_BTk = gate_BTk / jnp.maximum(gate_BTk.sum(-1, keepdims=True), 1e-30)
   if config.router.scale != 1:
     gate_BTk = gate_BTk * config.router.scale
@@ -168,10 +170,10 @@ def choose_experts(
 
 
 def load_balance(stats: RouterStats, config: ModelConfig) -> jax.Array:
-  """E · Σ_e f_e P_e, averaged over layers. It is 1 if the load is balanced.
+  """Returns E · Σ_e f_e P_e, averaged over layers; 1 if the load is balanced.
 
-  f_e is the share of assignments to expert e, P_e its mean router probability. Switch Transformer,
-  arXiv:2101.03961, eq. 4.
+  f_e is the share of all assignments with expert e, and P_e the mean router probability of expert
+  e. Switch Transformer, arXiv:2101.03961, eq. 4.
   """
   tokens = jnp.maximum(stats.tokens, 1)[..., None]
   f = stats.load_E / (tokens * config.experts_per_token)
@@ -206,7 +208,7 @@ def choose_for_few(implementation: str, load: float) -> Callable:
 
 @flax.struct.dataclass
 class Gathered:
-  """Experts' weights, not split over D, [copies, E, ...].
+  """Experts' weights after gathering over D, [copies, E, ...].
 
   The first axis has one copy for each pair of positions on the mesh axes "data" and "fsdp". So each
   pair has a separate gradient.
@@ -296,8 +298,8 @@ def experts(
       weights = jax.tree.map(lambda w: w[0], weights.weights)
     else:
       weights = _gathered(weights, split, joins)
-    # Gradients of the weights have the dtype of `sink`. Sums over chunks or blocks need float32.
-    # Grouped kernels sum in float32 themselves.
+    # Gradients of the weights have the dtype of `sink`: float32, if they are sums over chunks or
+    # blocks. Grouped kernels sum in float32 themselves, so their `sink` has the weights' dtype.
     in_kernel = joins and not 0 < chunk < B * T
     sink = weights if in_kernel else jax.tree.map(lambda w: w.astype(jnp.float32), weights)
     weights = jax.lax.stop_gradient(weights)

@@ -1,7 +1,7 @@
 """Recorded experts: their storage, and how much the choices of two policies differ.
 
-The record of one token in one layer is the indices of its k chosen experts, in any order. All
-are -1 if there is no record: for padding, and for a position without a forward pass.
+For each token and layer, the indices of the k chosen experts are recorded, in any order. All k are
+-1 if there is no record: for padding, and for a position without a forward pass.
 """
 
 import jax

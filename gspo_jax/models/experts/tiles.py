@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 from gspo_jax.system.accelerators import Chip
 
-# Number of copies of the left factor's tile beside its two buffers. We observed at most 1.2.
+# Number of copies of the left factor's tile in vector memory, beside the tile's two buffers. The
+# largest number that we observed is 1.2.
 COPY = 1.25
 Tiles = tuple[int, int, int]
 
@@ -106,7 +107,7 @@ def _best(rows, inner, outer, groups, traffic, footprint, memory) -> tuple[Tiles
 
 
 def _visits(rows: int, groups: int, tm: int) -> int:
-  """Returns the maximum number of visits to tiles of rows, one for each group in a tile."""
+  """Returns the maximum number of visits. A tile of rows has one visit for each group in it."""
   return -(-rows // tm) + groups - 1
 
 

@@ -1,7 +1,8 @@
 """Pallas kernels for NVIDIA GPUs (Triton): products of rows sorted by expert.
 
-A group is the consecutive rows of one expert. Its tiles start at its first row, and a mask cuts off
-its last tile. So rows need no padding in memory, and at most one tile per group is wasted.
+A group is the consecutive rows of one expert. Tiles start at the first row of each group, and a
+mask excludes the rows of a group's last tile that belong to the next group. So rows need no padding
+in memory, and less than one tile per group is wasted.
 """
 
 import math
@@ -80,9 +81,9 @@ def outer(x_RD: jax.Array, y_RF: jax.Array, count_E: jax.Array, dtype: Any) -> j
 
 
 def _tiles(count_E: jax.Array, R: int, tm: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns each tile's expert, its first row, and the end of its expert's rows.
+  """Returns three arrays by tile: expert, first row, and end of the expert's rows.
 
-  The number of tiles is a maximum, known while tracing. Unused tiles have end 0.
+  The number of tiles is an upper bound that is known while tracing. Unused tiles have end 0.
   """
   end_E, tiles_E = jnp.cumsum(count_E), -(-count_E // tm)
   last_E = jnp.cumsum(tiles_E)

@@ -30,7 +30,7 @@ class Architecture:
   ropes_by_kind: whether global and local layers have separate rotary parameters.
   quantised: quant_method of quantised files that can be read; "" for none.
   outer: model_type of the multimodal model with this class in its text_config; "" for none.
-  read: (config.json) -> dict of fields that are computed from several keys.
+  read: (config.json) -> dict of further fields, which are computed from keys.
   write: (ModelConfig) -> dict of the keys that `read` reads.
   """
 
@@ -94,7 +94,7 @@ class Family:
     return w("D", **self.norm_scale)
 
   def block_table(self, c: ModelConfig, kind: Kind, number: int) -> Any:
-    """Declares the weights of `number` consecutive layers of one kind, stacked on l.
+    """Declares the weights of `number` layers of one kind, stacked on l.
 
     Raises ValueError if the family has no layers of this kind.
     """
@@ -123,7 +123,9 @@ class Family:
   def layer(
     self, x_BTD: jax.Array, block: Any, config: ModelConfig, attend: Callable, experts: Callable
   ) -> tuple[jax.Array, Any, jax.Array | None, Any]:
-    """x + norm(attention(norm(x))), then x + norm(ffn(norm(x))), with only the norms in `block`.
+    """Computes x + norm(attention(norm(x))), then x + norm(ffn(norm(x))).
+
+    Norms without a scale in `block` are omitted.
 
     Args:
       block: weights of one layer.
@@ -131,8 +133,8 @@ class Family:
       experts: (y_BTD, weights of a MoE layer) -> (y_BTD, chosen experts, router statistics).
 
     Returns:
-      Hidden states, cache, chosen experts [B, T, k] and router statistics. The latter two are None
-      in a dense layer.
+      Hidden states, cache, chosen experts [B, T, k] and router statistics. In a dense layer, chosen
+      experts and router statistics are None.
     """
 
     def norm(name: str, x_BTD: jax.Array) -> jax.Array:

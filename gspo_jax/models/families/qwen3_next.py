@@ -14,12 +14,12 @@ FULL, LINEAR = "full_attention", "linear_attention"
 
 
 def layer_types(layers: int, pattern: int) -> list[str]:
-  """Returns layer_types of config.json: every n-th layer has full attention."""
+  """Returns layer_types of config.json: every n-th layer (n = `pattern`) has full attention."""
   return [LINEAR if (layer + 1) % pattern else FULL for layer in range(layers)]
 
 
 def read_pattern(raw: Mapping[str, Any]) -> dict[str, Any]:
-  """Reads the pattern of linear layers. `layer_types` takes precedence."""
+  """Reads the pattern of linear layers from `layer_types`, else `full_attention_interval`."""
   types, layers = raw.get("layer_types"), raw["num_hidden_layers"]
   pattern = raw.get("full_attention_interval", 4)
   if types is not None:

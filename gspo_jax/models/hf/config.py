@@ -1,7 +1,7 @@
 """Conversion of config.json to ModelConfig and back.
 
 An architecture is a model_type of config.json, such as "qwen3_moe". The families of models declare
-the supported ones (`families.declaration.Architecture`).
+the supported architectures (`families.declaration.Architecture`).
 """
 
 import dataclasses
@@ -131,7 +131,8 @@ def _unsupported(raw: Mapping[str, Any], architecture: Architecture) -> dict[str
 def _nearest(raw: Mapping[str, Any]) -> str:
   """Returns advice for an unknown model_type.
 
-  The advice names the nearest architecture, which lacks the fewest keys and values of `raw`.
+  The advice names the nearest architecture: it has the fewest unsupported keys and values of `raw`.
+  If no architecture can read the other keys, the advice is a similar name, or "" if there is none.
   """
   wrong, near = str(raw.get("model_type")), []
   close = difflib.get_close_matches(wrong, ARCHITECTURES, n=1, cutoff=0.7)
@@ -205,7 +206,7 @@ def _windows(raw: dict[str, Any], architecture: Architecture, layers: int) -> di
 
 
 def _types(layers: Iterable[int], is_local: Callable[[int], bool]) -> list[str]:
-  """Returns layer_types of config.json for layers."""
+  """Returns the entries of layer_types in config.json for the layers."""
   return [LOCAL if is_local(layer) else GLOBAL for layer in layers]
 
 
@@ -245,17 +246,17 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def published(config: ModelConfig) -> ModelConfig:
-  """Returns the same model, with the family of its files.
+  """Returns the same model's configuration, with the family of its files.
 
   Several families have equal layers. For example, a Qwen3 without q/k norms is a Llama in files.
-  The result has the first of these families whose files can describe the model. If there is none,
-  the configuration is returned unchanged.
+  The result has the first of these families whose files can describe the model, the model's own
+  family before others. If there is none, the configuration is returned unchanged.
   """
   scaled = dataclasses.replace(
     config, query_pre_attn_scalar=config.query_pre_attn_scalar or config.head_dim
   )
   for family in relatives(config.family):
-    # Gemma's files name query_pre_attn_scalar; those of other architectures have no such key.
+    # Gemma's files have the key query_pre_attn_scalar; files of other architectures do not.
     for candidate in (scaled, config):
       renamed = dataclasses.replace(candidate, family=family)
       if any(_candidates(renamed, "float32")):

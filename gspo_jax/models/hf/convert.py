@@ -180,10 +180,10 @@ def _array(leaf: Leaf, layout: Any, read: Callable[[dict[str, range]], np.ndarra
 def _reading(leaf: Leaf, mesh: jax.sharding.Mesh) -> NamedSharding:
   """Returns a sharding for reading a remote parameter.
 
-  Hosts read different bytes. Afterwards the devices exchange the values, over links faster than a
-  bucket's. Only the stacked axes and the first axis of tensors are split, so that each shard of a
-  tensor is one range of a file. If these axes give too few shards, several devices have the same
-  shard.
+  Hosts read different bytes if there are enough shards, and then the devices exchange the values:
+  links between devices are faster than downloads. Only the stacked axes and the first axis of
+  tensors are split, so that each shard of a tensor is one range of a file. If these axes give too
+  few shards, several devices have the same shard.
   """
   parts, remaining = {}, mesh.devices.size
   for letter in (*leaf.stacked, leaf.parts[0].outer[0]):
@@ -287,7 +287,7 @@ def save(
   Names and shapes are those of published checkpoints, most of which have one tensor per expert. All
   processes must call this function; the first process writes. Files of a tokenizer are not written.
   An earlier save in the directory is replaced when the new files are complete. Adapters are merged;
-  in bfloat16 the sums are dithered as in training.
+  for files in bfloat16, the sums are dithered as in training.
 
   Args:
     dtype: dtype of the tensors, float32, bfloat16 or float16. None keeps each parameter's dtype.
@@ -334,7 +334,7 @@ def save(
 
 
 def _merge(params: transformer.Params, dtype: Any) -> transformer.Params:
-  """Merges adapters, with the rounding of training except for files in float32."""
+  """Merges adapters: exactly for files in float32, else as in `lora.materialize`."""
   if dtype is not None and jnp.dtype(dtype) == jnp.float32:
     return lora.merged(params, jnp.float32)
   return lora.materialize(params, None if dtype is None else jnp.dtype(dtype))

@@ -200,8 +200,8 @@ class Files:
   def check_headers(self, names: Iterable[str], shapes: Shapes) -> None:
     """Checks the headers of the files with the tensors `names`.
 
-    Raises CheckpointError if a file has other tensors than the index says, or a tensor of another
-    shape than in `shapes` or of an unsupported type.
+    Raises CheckpointError if a file's tensors are not those of the index, or if a tensor has an
+    unsupported type, or another shape than in `shapes`.
     """
     for path in sorted({self.file_of[name] for name in names}):
       inside = set(self._open(path).keys())

@@ -1,9 +1,9 @@
 """Directories with more than a language model.
 
 The language model may be inside an outer model with a vision encoder, as in Gemma 3 from 4B on,
-Mistral 3 and Qwen3.5. GLM-4.5 has layers for multi-token prediction after its last layer;
-Qwen3-Next and Qwen3.5 have them under other names. `load` ignores the tensors of these other parts,
-and `save` copies them (`convert`).
+Mistral 3 and Qwen3.5. GLM-4.5 has further layers, for multi-token prediction, after the last
+layer of the language model. Qwen3-Next and Qwen3.5 have such layers under names "mtp.*". `load`
+ignores the tensors of these other parts, and `save` copies them (`convert`).
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from gspo_jax.models.hf.config import CheckpointError, read_json
 from gspo_jax.models.hf.files import Entry, Files
 from gspo_jax.system import hub
 
-# First part of the names of the language model's tensors -> that of its head's tensor.
+# First part of the names of the language model's tensors -> first part of the name of its head.
 PREFIXES = {"model.language_model.": "", "language_model.model.": "language_model."}
 # First parts of the names of all tensors of a language model inside an outer model.
 _INSIDE = ("lm_head.", "language_model.", "model.language_model.")

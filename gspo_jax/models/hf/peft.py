@@ -28,8 +28,8 @@ from gspo_jax.settings.training import LoraConfig
 from gspo_jax.system import hub
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-# Keys of adapter_config.json, and their values if the adapted matrix is the sum W + BA. Other
-# values of init_lora_weights change W, too.
+# Keys of adapter_config.json -> supported values, for which the adapted matrix is W + BA. Other
+# values of init_lora_weights also change W.
 _PLAIN = dict(
   peft_type=("LORA",),
   task_type=("CAUSAL_LM", None),

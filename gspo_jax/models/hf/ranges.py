@@ -63,7 +63,7 @@ class RangedFile:
     return sum(math.prod(entry["shape"]) for entry in self._header.values())
 
   def _place(self, name: str) -> tuple[int, int]:
-    """Returns start and stop of a tensor's bytes after the header."""
+    """Returns start and stop of a tensor's bytes, counted from the header's end."""
     entry = self._header[name]
     start, stop = entry["data_offsets"]
     dtype = DTYPES.get(entry["dtype"])  # `Files.check_headers` refuses other types.

@@ -18,7 +18,8 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"
 BETA = "llama_4_scaling_beta"
 # Fields of RopeConfig -> keys of config.json, where the names differ.
 _KEYS = dict(original_length="original_max_position_embeddings", query_beta=BETA)
-# Keys of every rule. The keys of mrope have no effect, since positions of text have one dimension.
+# Keys permitted for every rule. The two of mrope have no effect: positions of text have one
+# dimension.
 _SHARED = """rope_type type rope_theta partial_rotary_factor max_position_embeddings
   mrope_section mrope_interleaved""".split()
 # For each rule, its required fields of RopeConfig, and its optional ones.
@@ -71,11 +72,11 @@ def read(raw: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
 def _rule(
   place: str, rope: Mapping[str, Any], raw: Mapping[str, Any], architecture: Architecture
 ) -> RopeConfig:
-  """Reads the parameters of an object of config.json.
+  """Reads the rotary parameters in one object of config.json.
 
-  place: key of the object.
+  place: key of the object, for messages.
   rope: the object.
-  raw: all of config.json.
+  raw: the whole config.json.
   """
   rule = rope.get("rope_type", rope.get("type", "default"))
   if rule not in RULES:
