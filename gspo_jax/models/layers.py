@@ -65,7 +65,7 @@ def with_each_token(combine: Callable, x: jax.Array, weight: jax.Array) -> jax.A
 
   The weight is common to all tokens, so its gradient is a sum over all tokens. In bfloat16, the
   rounding errors of such a long sum would be large. The result is also computed in float32, and
-  then rounded to x's dtype. It equals the result of the operation in x's dtype.
+  then rounded to x's dtype. The operation in x's dtype would have the same result.
   """
   x_float32 = _with_vector(combine, x.astype(jnp.float32), weight.astype(jnp.float32))
   return x_float32.astype(x.dtype)
@@ -83,7 +83,7 @@ def _with_vector(combine: Callable, x: jax.Array, weight: jax.Array) -> jax.Arra
 
 
 def add(x_BTD: jax.Array, y_BTD: jax.Array, config: ModelConfig) -> jax.Array:
-  """Returns x + m y, the residual connection around a part of a layer with output y.
+  """Adds a residual: x + m y for the output y of attention or feed-forward layer.
 
   m is `multipliers.residual`, 1 except in Granite.
   """

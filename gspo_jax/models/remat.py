@@ -1,6 +1,6 @@
 """Rematerialisation: which activations of a layer are saved for the backward pass.
 
-Each layer's input is always saved. `compute.remat` names the policy for its other activations:
+Each layer's input is always saved. `compute.remat` names the policy for all other activations:
 
   none       saves all: JAX's default, without rematerialisation
   full       saves none, so the backward pass recomputes the layer
@@ -8,8 +8,8 @@ Each layer's input is always saved. `compute.remat` names the policy for its oth
   dots       saves products with weights outside the experts; on GPUs also experts' products with
              gate and up
   both       saves what `attention` and `dots` save
-  auto       chooses `both` if its activations fit in memory, else `attention` if they fit, else
-             `full` (see `choose`)
+  auto       chooses `both` if its activations fit in memory, else `attention` if its activations
+             fit, else `full` (see `choose`)
 """
 
 from collections.abc import Callable

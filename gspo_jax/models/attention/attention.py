@@ -30,7 +30,7 @@ from gspo_jax.models.attention.blocks import (
 from gspo_jax.system import accelerators
 
 FORMULATIONS = ("plain", "blockwise", "splash", "cudnn")
-PLAIN = 128  # Maximum queries per row for `plain` if "auto" has a kernel instead; else twice that.
+PLAIN = 128  # Maximum queries per row for `plain` under "auto"; if no kernel is supported, 2 · PLAIN.
 CUDNN = "dot_product_attention_fwd_wrapper"  # Name of cuDNN's primitive, for `remat`.
 SLAB = 64  # Queries in one product of `plain`. The product skips keys after its last query.
 
@@ -187,8 +187,8 @@ def attend_tree(
 ) -> jax.Array:
   """Attends within trunks, and from each branch to its trunk and itself.
 
-  A trunk's keys and values are repeated for each branch. The window is measured in `position_BT`
-  instead of indices, since a trunk may end with padding. None is allowed if there is no window.
+  A trunk's keys and values are repeated for each branch. The window is measured in positions
+  instead of indices, since a trunk may end with padding. `position_BT` may be None if there is no window.
   """
 
   def path(x_RS, x_BU):

@@ -178,8 +178,8 @@ def encode(x: jax.Array, dtype: Any) -> list[jax.Array]:
   """Converts vectors [..., H] to the stored dtype of a cache.
 
   Returns [x], or for int8 [integers, scales], so that x is about integers · scale. Each vector has
-  the scale max |x| / 127, so the scales have shape [...]. They are in float32. For H = 128, scales
-  in bfloat16 would make the cache 1.5 % smaller, but would change values by up to 0.4 %.
+  a float32 scale, max |x| / 127, so the scales have shape [...]. For H = 128, scales in bfloat16
+  would make the cache 1.5 % smaller, but would change values by up to 0.4 %.
   """
   if dtype == jnp.uint16:
     return [jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), dtype)]

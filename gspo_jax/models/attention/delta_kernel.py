@@ -56,7 +56,7 @@ def _update(state_HJ, q_H1, k_H1, v_1J, beta_1J, decay_1J, qk):
 def _arrays(inputs: Inputs, J: int) -> list[jax.Array]:
   """Returns queries, keys, values, strengths and decays of the position in float32.
 
-  Strengths and decays are repeated over the width J, since the kernels read vectors only.
+  Strengths and decays are repeated over the width J, so that the kernels read no scalars.
   """
   q_BKH, k_BKH, v_BKRJ, g_BKR, beta_BKR = (x[:, 0].astype(jnp.float32) for x in inputs)
   repeated = (jnp.broadcast_to(x[..., None], v_BKRJ.shape) for x in (beta_BKR, jnp.exp(g_BKR)))

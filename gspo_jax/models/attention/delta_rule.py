@@ -234,7 +234,7 @@ def convolve(
 
   Returns:
     Outputs in float32, and the new tail: the C - 1 last inputs that are not padding. The new tail
-    is undefined if there is padding between inputs.
+    is undefined if padding precedes an input.
   """
   T, C = x_BTY.shape[1], w_YC.shape[-1]
   x_BXY = jnp.concatenate([tail_BCY, x_BTY.astype(tail_BCY.dtype)], axis=1)

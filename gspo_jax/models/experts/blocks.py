@@ -2,7 +2,7 @@
 
 An assignment is a pair of a token and an expert it chose; a row is the data of an assignment.
 `apply_blocks` loops over all blocks. `apply_batched` multiplies the first C rows of every expert at
-once, and loops over blocks of the remaining rows. `moe` documents arguments and results of the two.
+once, and loops over blocks of the remaining rows. `moe` documents arguments and results of both.
 
 Axes: X tokens, k choices, A = X·k assignments, R rows of a block, Z slots for rows.
 """

@@ -91,8 +91,8 @@ def route(
 
   Computes scores of all experts in float32, and chooses the k highest (`choose_experts`). Gate
   weights are the chosen experts' scores, times `router.scale`. If `norm_topk_prob` is True, the
-  chosen scores are first divided by their sum. If they come from a softmax over all experts, this
-  gives a softmax over the chosen experts' logits alone, as in Granite and GPT-OSS.
+  chosen scores are first divided by their sum. For softmax scores, the quotients are the softmax
+  over the chosen experts' logits alone, as in Granite and GPT-OSS.
 
   valid_BT: mask of the tokens that count in the statistics; 0 on padding.
   replayed_experts_BTk: indices in place of the router's choice. A token with -1 keeps the router's

@@ -9,7 +9,10 @@ from gspo_jax.settings.model import ModelConfig
 
 
 def read_layers(raw: Mapping[str, Any]) -> dict[str, Any]:
-  """Reads the pattern of layers, and a width of dense layers, without effect: all have experts."""
+  """Reads the pattern of layers, and the width of dense layers.
+
+  The width has no effect, since all layers have experts.
+  """
   width = raw.get("intermediate_size", raw["moe_intermediate_size"])
   return qwen3_next.read_pattern(raw) | dict(intermediate_size=width)
 

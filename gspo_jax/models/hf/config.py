@@ -131,8 +131,8 @@ def _unsupported(raw: Mapping[str, Any], architecture: Architecture) -> dict[str
 def _nearest(raw: Mapping[str, Any]) -> str:
   """Returns advice for an unknown model_type.
 
-  The advice names the nearest architecture: it has the fewest unsupported keys and values of `raw`.
-  If no architecture can read the other keys, the advice is a similar name, or "" if there is none.
+  The advice names the architecture with the fewest unsupported keys and values of `raw`. If no
+  architecture can read the remaining keys, the advice is a similar name, or "" if there is none.
   """
   wrong, near = str(raw.get("model_type")), []
   close = difflib.get_close_matches(wrong, ARCHITECTURES, n=1, cutoff=0.7)

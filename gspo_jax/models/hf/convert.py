@@ -334,7 +334,7 @@ def save(
 
 
 def _merge(params: transformer.Params, dtype: Any) -> transformer.Params:
-  """Merges adapters: exactly for files in float32, else as in `lora.materialize`."""
+  """Merges adapters, in float32 for files in float32, else as in `lora.materialize`."""
   if dtype is not None and jnp.dtype(dtype) == jnp.float32:
     return lora.merged(params, jnp.float32)
   return lora.materialize(params, None if dtype is None else jnp.dtype(dtype))
