@@ -30,7 +30,7 @@ from gspo_jax.models.attention.blocks import (
 from gspo_jax.system import accelerators
 
 FORMULATIONS = ("plain", "blockwise", "splash", "cudnn")
-PLAIN = 128  # Maximum queries per row for `plain` under "auto"; if no kernel is supported, 2 · PLAIN.
+PLAIN = 128  # Maximum queries per row for `plain` under "auto"; without a kernel 2 · PLAIN.
 CUDNN = "dot_product_attention_fwd_wrapper"  # Name of cuDNN's primitive, for `remat`.
 SLAB = 64  # Queries in one product of `plain`. The product skips keys after its last query.
 
@@ -155,10 +155,8 @@ class Tree(NamedTuple):
 
   The trunk is the prompt except its last token. That token begins every branch, since the token
   after it differs between branches. A branch attends to the trunk and itself. The layout of a group
-  is one long sequence, stored as `branches` consecutive rows of equal length.
-
-  For example, the prompt "abc" and the responses "de" and "fg" have the trunk "ab" and the branches
-  "cde" and "cfg". They are stored as the rows "abcd" and "ecfg".
+  is one long sequence, stored as `branches` consecutive rows of equal length. For the prompt "abc"
+  and the responses "de" and "fg", the trunk is "ab", and the rows are "abcd" and "ecfg".
   """
 
   trunk: int  # S, number of positions of the trunk; a multiple of `branches`.
@@ -187,8 +185,8 @@ def attend_tree(
 ) -> jax.Array:
   """Attends within trunks, and from each branch to its trunk and itself.
 
-  A trunk's keys and values are repeated for each branch. The window is measured in positions
-  instead of indices, since a trunk may end with padding. `position_BT` may be None if there is no window.
+  A trunk's keys and values are repeated for each branch. `position_BT` measures the window, since a
+  trunk may end with padding. If there is no window, `position_BT` may be None.
   """
 
   def path(x_RS, x_BU):
@@ -210,10 +208,9 @@ class Paths(NamedTuple):
   """Layout of packed rows [R, T] with shared prefixes, on one device.
 
   A path is a prefix and one of its continuations. The packed rows store a prefix once. Attention
-  runs on rows [R, F] instead, with all paths in full, one after another.
-
-  For example, the packed row "ab|cd|ef", with prefix "ab", has the attention row "abcd|abef". Its
-  `read_RF` is 0 1 2 3 0 1 4 5, its `segment_RF` 1 1 1 1 2 2 2 2, its `back_RT` 0 1 2 3 6 7.
+  runs on rows [R, F] instead, with all paths in full, one after another. If the packed row "abcdef"
+  has prefix "ab", attention's row is "abcdabef", with `read_RF` 0 1 2 3 0 1 4 5, `segment_RF`
+  1 1 1 1 2 2 2 2, and `back_RT` 0 1 2 3 6 7.
   """
 
   read_RF: jax.Array  # int32: index of the token in the flattened [R, T]; R·T for padding.
@@ -234,7 +231,6 @@ def attend_paths(
   Each path is a segment for `attend_self`. A token of a shared prefix has equal results in all
   paths of the prefix; one of these results is returned.
   """
-
   inputs = (gather(x_RT, paths.read_RF) for x_RT in (q_RTNH, k_RTKH, v_RTKH))
   y_RFNH = attend_self(*inputs, paths.segment_RF, implementation, scores)
   return gather(y_RFNH, paths.back_RT)
@@ -313,8 +309,7 @@ def attend_splash(
 ) -> jax.Array:
   """Attends with JAX's Pallas kernel for TPU; see `attend_self`.
 
-  T and S are padded to whole blocks; the padding is a separate segment. H is padded to a multiple
-  of 128 lanes.
+  T and S are padded to whole blocks, with a separate segment. H is padded to a multiple of 128.
   """
   from jax.experimental.pallas.ops.tpu import splash_attention as splash  # Slow import.
 
