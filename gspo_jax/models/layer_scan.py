@@ -44,8 +44,7 @@ def apply(
     kvs: cache of each stack, None if there is no cache.
     blocks: weights of each stack.
     replayed_experts_lBTk: experts that replace the router's choice. None means no replay.
-    policy: name of the rematerialisation policy. Passes with a cache ignore the policy, since they
-      have no gradient.
+    policy: name of the rematerialisation policy; ignored if there is a cache, without gradients.
     placement: positions, segments, `tree` and `from_start`, as in `layers.attend`.
   """
   cached, weights, layers, gathered = kvs[0] is not None, list(blocks), [], None
@@ -76,8 +75,7 @@ def apply(
     routed = jax.tree.map(lambda *xs: jnp.concatenate(xs), *routed) if routed else None
     return (x_BTD, tuple(kvs), gathered), routed
 
-  # Caches are part of the carry, which a scan updates in place. As inputs and outputs of the scan,
-  # they would exist twice.
+  # A scan updates carried caches in place. As inputs and outputs, caches would exist twice.
   carry = x_BTD, tuple(kvs), gathered
   indices = [np.arange(len(stack.layers)) for stack in scan.stacks]
   inputs = [*zip(indices, weights, _split_experts(replayed_experts_lBTk, scan), strict=True)]

@@ -89,17 +89,15 @@ def route(
 ) -> tuple[jax.Array, jax.Array, RouterStats]:
   """Returns gate weights and expert indices [B, T, k], and router statistics.
 
-  Computes scores of all experts in float32, and chooses the k highest (`choose_experts`). Gate
-  weights are the chosen experts' scores, times `router.scale`. If `norm_topk_prob` is True, the
-  chosen scores are first divided by their sum. For softmax scores, the quotients are the softmax
-  over the chosen experts' logits alone, as in Granite and GPT-OSS.
+  Computes scores of all experts in float32, and chooses k (`choose_experts`). Gate weights are the
+  chosen scores times `router.scale`. `norm_topk_prob` first divides the chosen scores by their sum.
+  For softmax scores, this gives a softmax over the chosen logits alone, as in Granite and GPT-OSS.
 
   valid_BT: mask of the tokens that count in the statistics; 0 on padding.
-  replayed_experts_BTk: indices in place of the router's choice. A token with -1 keeps the router's
-    choice; None keeps all choices. Gate weights are still the current router's scores, with a
-    gradient. (Routing Replay, arXiv:2507.18071, §5.3; R2 and R3 of arXiv:2512.01374)
-  choice_bias_E: bias on the scores, for the choice alone. None means 0.
-  bias_E: bias on the logits. None means 0.
+  replayed_experts_BTk: indices in place of the router's choice. -1 keeps a token's choice, and None
+    all choices. Gate weights are still the current router's scores, with a gradient. (Routing
+    Replay, arXiv:2507.18071, §5.3; R2 and R3 of arXiv:2512.01374)
+  choice_bias_E, bias_E: bias on scores for the choice alone, and bias on logits. None means 0.
   """
   logit_BTE = sharding.einsum(
     "BTD,DE->BTE", x_BTD.astype(jnp.float32), router_DE.astype(jnp.float32), out=P(BATCH)
