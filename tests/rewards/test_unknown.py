@@ -99,7 +99,7 @@ def test_functions_of_the_users_say_why(monkeypatch):
   with rewards.open_scorer(function) as score:
     scores = score(["abcd", "raise", "hang", "nan", "die", "ab"], prompts(["wxyz"] * 6))
   assert scores.unknown == {
-    1: "crash: KeyError: 'raise'",
+    1: "crash: KeyError: 'raise' (user_rewards.py, line 10)",
     2: "timeout: it took longer than 0.5 s",
     3: "crash: ValueError: support.user_rewards:by_length returned nan: return a number from "
     "-1e+15 to 1e+15",

@@ -29,6 +29,10 @@ def branches(logp_BT, old_logp_BT, advantage_B, mask_BT):
   return 1 if logp_BT.sum() > 0 else 0
 
 
+def by_response(logp_BT, old_logp_BT, advantages, mask_BT):
+  return O.Mean((logp_BT * advantages * mask_BT).sum(), mask_BT.sum()), {}, mask_BT > 1
+
+
 def unmasked(logp_BT, old_logp_BT, advantage_BT, mask_BT):
   return O.Mean((logp_BT * advantage_BT).sum(), mask_BT.sum()), {}, mask_BT > 1
 
@@ -102,7 +106,8 @@ def test_an_estimator_of_rewards():
   "keys, message",
   [
     (dict(name="own_losses:returns_seven"), "returned 7, expected .Mean"),
-    (dict(name="own_losses:branches"), "TracerBoolConversionError"),
+    (dict(name="own_losses:branches"), r"TracerBoolConversionError: .*\(own_losses.py, line \d+\)"),
+    (dict(name="own_losses:by_response"), r"advantage_B \[4\], since its third argument is not"),
     (dict(name="own_losses:unmasked"), "outside mask_BT"),
     (dict(name="own_losses:plain_metric"), "metric 'x' as an array"),
     (dict(name="own_losses:critic"), "value_BT is neither computed by the update"),
@@ -114,6 +119,9 @@ def test_an_estimator_of_rewards():
       "objective.widht; did you mean objective.width",
     ),
     (dict(name=NAME, clip_low=0.1), "has no such option; it has width"),
+    (dict(name="gspo", beta=0.1), r"it has clip_low, .*; did you mean kl_coef\?"),
+    (dict(name="own_losses.soft_clip_loss"), r"did you mean own_losses:soft_clip_loss\?"),
+    (dict(name="own_loses:soft_clip_loss"), r"did you mean own_losses\?"),
     (dict(name=NAME, off_policy_threshold=0.1), "no argument weight"),
     (dict(advantage="own_losses:one_number"), r"returned shape \[\], expected \[P, G\]"),
   ],
