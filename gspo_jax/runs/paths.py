@@ -71,7 +71,7 @@ def _check_replay(directory: str, iterations: int) -> None:
   if absent:
     raise ValueError(
       f"--config.rl.replay={directory} has no file {absent[0].name}: lower rl.iterations from "
-      f"{iterations} to {iterations - len(absent)}, the number of recorded iterations"
+      f"{iterations} to {batches.index(absent[0])}, the number of batches before it"
     )
 
 

@@ -67,7 +67,7 @@ def _check_sources(c: RunConfig) -> None:
         f"{sources[source]} has no effect, since objective.advantage={estimator.name!r} compares "
         "whole responses by their rewards; leave it out"
       )
-    first, second = (name for name in sources if name in estimator.needs or name == source)
+    first, second, *_ = (name for name in sources if name in estimator.needs or name == source)
     raise ValueError(
       f"{sources[first]}, {sources[second]}: both compute advantages, the second one for each "
       f"{UNITS[second]}; remove one of them"

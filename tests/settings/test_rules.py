@@ -636,6 +636,11 @@ REFUSED_BY_SECTIONS = [
   (TINY, CRITIC | TEACHER, r"/t', critic\.name='model': both compute advantages, .* each token"),
   (
     TINY,
+    CRITIC | TEACHER | TALK | dict(objective__advantage="turn_gae"),
+    r"/t', critic\.name='model': both compute advantages, .* each token",
+  ),
+  (
+    TINY,
     CRITIC | TALK | dict(objective__advantage="turns"),
     r"critic\.name='model', environment\.name='calculator': both compute advantages, .* each turn",
   ),
