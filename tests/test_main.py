@@ -374,7 +374,10 @@ REFUSED = {
   "mesh that does not match": ({"mesh.fsdp": 3, "mesh.data": 1}, r"mesh\.fsdp=3.*8 exist"),
   "demonstration beyond its window": ({"sft.max_tokens": 12}, "16 tokens.*sft.max_tokens=12"),
   "batch that does not divide": ({"rl.prompts": 6}, r"rl\.prompts=6.*rl\.minibatches=4"),
-  "vocabulary too small": ({"model.vocab_size": 256}, r"token ids up to 258.*model\.vocab_size=256"),
+  "vocabulary too small": (
+    {"model.vocab_size": 256},
+    r"token ids up to 258.*model\.vocab_size=256",
+  ),
   "prompt beyond its window": ({"data.max_prompt_tokens": 4}, r"data\.max_prompt_tokens=4"),
   "no such objective": ({"objective.name": "gsop"}, r"objective\.name='gsop' is not one of gspo"),
   "no such data": ({"data.train": "/no/such.jsonl"}, r"data\.train.*/no/such\.jsonl"),

@@ -52,7 +52,8 @@ def described(topology: str) -> list[Device]:
     ValueError: as `parse`.
   """
   chip, number = parse(topology)
-  return [Device("gpu" if chip.cuda else "tpu", chip.kinds[0])] * (number * chip.devices)
+  device = Device("gpu", chip.kinds[0]) if chip.cuda else Device("tpu", chip.kinds[-1])
+  return [device] * (number * chip.devices)
 
 
 def mesh_chips(topology: str, mesh: jax.sharding.Mesh) -> tuple[Chip, int]:

@@ -83,8 +83,14 @@ class Progress(contextlib.AbstractContextManager):
       self._due, self._printed = clock + self._interval, True
 
   def wait(self) -> None:
-    """Shows the elapsed time every `interval` seconds until the first step ends."""
-    if not self._active or self.step >= self._total:
+    """Shows the elapsed time every `interval` seconds until the first step ends.
+
+    If no steps are left, shows that the phase is finished.
+    """
+    if not self._active:
+      return
+    if self.step >= self._total:
+      self._show("finished before this start")
       return
 
     def beats() -> None:
@@ -97,7 +103,10 @@ class Progress(contextlib.AbstractContextManager):
   def beat(self) -> None:
     """Shows the elapsed time, during the first step."""
     elapsed = clock_text(self._clock() - self._begin)
-    text = f"compilation, first evaluation and first step; {elapsed} so far"
+    self._show(f"compilation, first evaluation and first step; {elapsed} so far")
+
+  def _show(self, text: str) -> None:
+    """Shows the number of finished steps and a text."""
     if self._bar is not None:
       self._bar.set_postfix_str(text)
     else:

@@ -223,7 +223,7 @@ def test_a_dry_run_refuses_what_a_run_refuses(run_forked, tmp_path):
 @pytest.mark.parametrize(
   "topology, message",
   [
-    ("v5p:2x2x2", r"devices: 8 x TPU v5 \(data 8 .*\n(.*\n)*memory .* of 95\.0 GiB\n"),
+    ("v5p:2x2x2", r"devices: 8 x TPU v5p \(data 8 .*\n(.*\n)*memory .* of 95\.0 GiB\n"),
     ("h100:1", r"devices: 1 x NVIDIA H100 .*\n(.*\n)*memory .* of 72\.8 GiB\n"),
     ("v5e:3x3", "do not divide over"),
     ("h100", "--topology=h100: write the number of GPUs, such as h100:8"),

@@ -97,7 +97,7 @@ def test_compilation_is_not_shown_after_the_first_step():
   assert "compiling" not in log.getvalue().splitlines()[-1]
 
 
-def test_a_finished_phase_shows_no_compilation():
+def test_a_finished_phase_is_named():
   log = io.StringIO()
   Progress("rl", 10, start=10, stream=log).wait()
-  assert not log.getvalue()
+  assert log.getvalue() == "rl 10/10  finished before this start\n"
