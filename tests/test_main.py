@@ -376,7 +376,7 @@ REFUSED = {
   "batch that does not divide": ({"rl.prompts": 6}, r"rl\.prompts=6.*rl\.minibatches=4"),
   "vocabulary too small": (
     {"model.vocab_size": 256},
-    r"token ids up to 258.*model\.vocab_size=256",
+    r"ids up to 258.*vocab_size=256",
   ),
   "prompt beyond its window": ({"data.max_prompt_tokens": 4}, r"data\.max_prompt_tokens=4"),
   "no such objective": ({"objective.name": "gsop"}, r"objective\.name='gsop' is not one of gspo"),
