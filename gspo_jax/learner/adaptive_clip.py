@@ -36,12 +36,14 @@ def adapted(
   """Adapts `clip_factor` to an iteration's metrics.
 
   The factor is unchanged if the iteration's gradients are all 0 or the metric is not finite. If
-  on_nonfinite="stop", the factor is also unchanged once an update was skipped. The computation runs
-  on the devices, and no value is fetched to the host.
+  on_nonfinite="stop", the factor is also unchanged once an update was skipped. If clip ranges are
+  fixed (`clip_factor` is None), the state is unchanged. The computation runs on the devices, and no
+  value is fetched to the host.
 
   Args:
     row: metrics of the iteration, on the devices.
     config: section `objective.adaptive_clip`.
+    on_nonfinite: key `on_nonfinite`, "stop" or "skip".
   """
   if state.clip_factor is None:
     return state

@@ -22,9 +22,9 @@ from gspo_jax.settings.run import RunConfig
 from gspo_jax.sharding import P
 from gspo_jax.structs import AdvantageInputs, TrainBatch
 
-# Mini-batches of an iteration with their advantages, and metrics.
+# The mini-batches of an iteration, with advantages filled in, and metrics by name.
 Filled = tuple[list[TrainBatch], dict[str, jax.Array]]
-# The part of an estimator on the devices: a function of all mini-batches of an iteration.
+# The part of an estimator that runs on the devices: a function of an iteration's mini-batches.
 Part = Callable[[Sequence[TrainBatch]], Filled]
 EPSILON = 1e-6  # Added to a standard deviation before dividing by it.
 
@@ -48,14 +48,16 @@ def make(c: RunConfig, critic: Critic | None) -> Part:
 
 
 def critic_advantages(config: CriticConfig, hyperparameters: Mapping[str, float]) -> Part:
-  """Builds the estimator of advantages and returns from a critic's values (GAE).
+  """Builds the GAE estimator of advantages and returns from a critic's values.
 
   The estimator fills `advantage_BT` and `return_BT`. The mini-batches must have `reward_BT` and
-  `old_value_BT`. If `kl_coef` is not 0, they must also have `ref_logp_BT`. If `bootstrap` is True,
-  they must have `last_value_B` and `cut_off_B`. GAE over turns needs `turn_BT`.
+  `old_value_BT`. If `kl_coef` is not 0, `ref_logp_BT` is also needed. If `bootstrap` is True,
+  `last_value_B` and `cut_off_B` are needed. If `turn_BT` is set, GAE is over turns instead of
+  tokens.
 
-  The metric `value/explained_variance` compares values with observed returns, Σ_k γ^k r_{t+k}. The
-  returns of GAE would make the fit look too good, since they include the values.
+  The metric `value/explained_variance` compares the values with discounted sums of later rewards,
+  Σ_k γ^k r_{t+k}. It does not use the returns of GAE, because these include the values, and the fit
+  would look too good.
   """
   names = ("discount", "trace", "kl_coef")
   coefficients = {key: float(hyperparameters.get(key, 0.0)) for key in names}
@@ -143,14 +145,14 @@ def reference_advantages(config: ObjectiveConfig, group_size: int) -> Part:
 
 
 def _group_order(x_B: jax.Array, batch: TrainBatch) -> jax.Array:
-  """Restores the order before `packing.plan`, with the whole array on every device."""
+  """Restores the order before `packing.plan`, and copies the whole array to every device."""
   order_B = batch.order_B
   x_B = sharding.reshard(x_B, P())
   return x_B if order_B is None else x_B[jnp.argsort(sharding.reshard(order_B, P()))]
 
 
 def _row_order(x_B: jax.Array, batch: TrainBatch) -> jax.Array:
-  """Reverses `_group_order`, with an array split over devices."""
+  """Reverses `_group_order`: restores the batch's order, and splits the array over devices."""
   if batch.order_B is not None:
     x_B = x_B[sharding.reshard(batch.order_B, P())]
   return sharding.reshard(x_B, sharding.BY_ROW)
@@ -192,7 +194,7 @@ def _moments(values: Sequence[jax.Array], masks: Sequence[jax.Array]) -> dict[st
 def _centre(
   values: Sequence[jax.Array], masks: Sequence[jax.Array]
 ) -> tuple[jax.Array, list[jax.Array]]:
-  """Returns the mean over all mini-batches, and the values less the mean."""
+  """Returns the masked mean over all mini-batches, and the values minus this mean."""
   mean = _mean(values, masks)
   return mean, [value_BT - mean for value_BT in values]
 
@@ -223,7 +225,7 @@ def teacher_advantages(config: DistillationConfig) -> Part:
 
 @jax.jit
 def _distill(batches: list[TrainBatch], hyperparameters: Mapping[str, Any]) -> Filled:
-  """Computes the advantages of `teacher_advantages`, and the reverse KL divergence."""
+  """Computes the advantages of `teacher_advantages`, and the metric of reverse KL."""
 
   def advantages(batch: TrainBatch) -> TrainBatch:
     reward_BT = batch.advantage_BT

@@ -1,7 +1,7 @@
 """Turns a rollout into the mini-batches of an iteration, and maps arrays back to rollout order.
 
 A token is older if it was sampled by the weights of an earlier iteration. A unit is a segment of a
-response with its own importance ratio (sampling/parts.py).
+response (sampling/parts.py). Each unit has its own importance ratio.
 """
 
 import dataclasses
@@ -76,10 +76,10 @@ def place(
 def shares_prompts(c: RunConfig, rollout: Rollout, older: bool) -> bool:
   """Whether a group's trajectories begin with the same tokens and experts.
 
-  In conversations (`environment.name`) the first tokens may differ. In other runs, only the
-  sampler's experts may differ, if different weights prefilled the prompt for the responses of a
-  group. This happens if a resumed partial rollout prefills again, or if there is a lag and servers
-  load new weights. The result does not depend on the engine, so replay makes the same updates.
+  In conversations (`environment.name`), the first tokens may differ. In all other runs, only the
+  sampler's experts may differ, since different weights may prefill the prompt for responses of one
+  group: if a resumed partial rollout prefills again, or if servers load new weights in a run with
+  lag. The result is that of every engine, so recorded batches (`rl.replay`) have equal updates.
 
   Args:
     older: result of `has_older`.
@@ -119,8 +119,8 @@ def in_teaching_group(scored: Scored, by_token: bool) -> np.ndarray:
 def has_older(rollout: Rollout, version: int) -> bool:
   """Whether weights of another version than `version` sampled some of the tokens.
 
-  If `rl.lag` is 0, such tokens may be in resumed partial rollouts, in replayed batches, and in
-  batches from a checkpoint of a run that had a lag.
+  If `rl.lag` is 0, such tokens occur only in resumed partial rollouts, in recorded batches
+  (`rl.replay`), and in batches from the checkpoint of a run with lag.
   """
   return bool(((rollout.version >= 0) & (rollout.version != version)).any())
 
@@ -135,10 +135,10 @@ def with_verdict(rollout: Rollout, known_B: np.ndarray) -> Rollout:
 
 
 def token_rewards(rollout: Rollout, reward_PG: np.ndarray, in_parts: bool) -> np.ndarray:
-  """Returns rewards by token, float32 [B, L]; 0 for untrained responses.
+  """Returns the reward of each token, float32 [B, L]; 0 for untrained responses.
 
-  If `in_parts` is True, these are the rewards of turns or lines, `rollout.rewards`. Otherwise a
-  response has one reward, at its last trained token.
+  If `in_parts` is True, each turn or line has a reward, at its last token (`rollout.rewards`).
+  Otherwise a response has one reward, at its last trained token.
   """
   live_B = (rollout.mask > 0).any(axis=1)
   if in_parts:
@@ -209,10 +209,9 @@ def train_batch(
     shared_prompts: whether a group's trajectories begin with the same tokens and experts.
     version: version of the weights before the updates. Sampler and trainer are compared on tokens
       of this version only. None means that these weights sampled all tokens.
-    replays_sampler: whether updates replay the sampler's experts (R3). If so, the experts of older
-      tokens are needed, too.
+    replays_sampler: whether updates replay the sampler's experts (R3), also of older tokens.
     mask_truncated: whether the loss excludes truncated responses.
-    ages: whether metrics are split by the age of responses, which requires `version`.
+    ages: whether metrics are split by the age of responses. If so, `version` must be set.
   """
   mask_BT = rollout.mask
   if mask_truncated:
@@ -262,12 +261,14 @@ def sampler_experts(
 def current_tokens(
   rollout: Rollout, version: int | None, replays_sampler: bool
 ) -> np.ndarray | None:
-  """Returns the mask of tokens sampled by `version`; None if `version` is None."""
+  """Returns the mask of tokens sampled by `version`; None if `version` is None.
+
+  If `replays_sampler` is True, rows with an older token are excluded.
+  """
   if version is None:
     return None
   current_BT = rollout.version == version
-  # A row with an older token replays experts of older weights. These experts change log-probs of
-  # all later tokens, so no token of the row is compared.
+  # Replayed experts of older weights change the log-probs of all later tokens in the row.
   if replays_sampler:
     current_BT &= (current_BT | (rollout.version < 0)).all(axis=1, keepdims=True)
   return current_BT.astype(rollout.mask.dtype)
@@ -303,15 +304,14 @@ def minibatches(
 ) -> list[TrainBatch]:
   """Splits a batch into mini-batches of whole groups, on the devices.
 
-  If the batch has fewer than `prompts` groups, empty groups are added, and spread evenly over the
-  mini-batches.
+  If the batch has fewer than `prompts` groups, empty groups are spread evenly over mini-batches.
 
   Args:
     batch: the batch of an iteration, in host arrays.
     parts: number of mini-batches.
     prompts: number of groups in all mini-batches.
     packed: whether several sequences share a row (packing.py).
-    response_tokens: maximum response length, for packing. If it is 0, no prompt is shared in a row.
+    response_tokens: maximum response length. If it is 0, packed sequences share no prompt.
   """
   missing = prompts * group_size - len(batch.mask_BT)
   if missing:

@@ -1,7 +1,8 @@
 """The critic: its values, its loss and its update. GAE from the values is in advantages.py.
 
-The state before token t is the prompt and all tokens before t. V_t is the value of this state,
-computed from the hidden state that predicts token t. In an array [B, T], V_t is at position t.
+The state before token t is the prompt and all tokens before t. V_t is the value of this state. The
+critic computes V_t from the model's hidden state at position t − 1, which predicts token t. In an
+array [B, T], V_t is at position t.
 
 Values, advantages and returns are computed once before the updates of an iteration, and stay fixed
 during the updates. Keys of section `critic`:
@@ -96,7 +97,8 @@ def new_critic(
     model: section `model`.
     mesh: the trainer's mesh.
     seed: seed of random weights.
-    policy: returns a copy of the policy's initial parameters, the trunk of critic "model".
+    policy: returns a copy of the policy's initial parameters. If `critic.name` is "model", this
+      copy becomes the trunk.
   """
   declared = head.critic_table(model)
   layout = weights.shardings(declared, sharding.TRAIN, mesh)
@@ -114,8 +116,8 @@ def make_values(
 
   Args:
     config: section `critic`.
-    replay: key `objective.replay`. With "R3", the sampler's experts are replayed in the policy's
-      trunk, as in updates.
+    replay: key `objective.replay`. If it is "R3" and the critic has no separate trunk, the policy's
+      layers replay the sampler's experts, as in updates.
   """
 
   def values_of(policy: Any, critic: head.Critic, inputs: ModelInputs) -> Any:
@@ -143,7 +145,10 @@ def make_values(
 def loss(
   config: CriticConfig, value_BT: jax.Array, batch: TrainBatch, hyperparameters: Mapping[str, Any]
 ) -> Metrics:
-  """Returns the critic's metrics. `LOSS` is its loss, a mean over tokens not yet divided."""
+  """Returns the critic's metrics, one of them its loss.
+
+  The metric `LOSS` is the loss: a mean over tokens, with numerator and denominator not yet divided.
+  """
   clip = hyperparameters["clip"] if config.clip else None
   total, metrics = O.value_loss.sums(
     value_BT,
@@ -167,8 +172,8 @@ def update(
 ) -> tuple[TrainState, Metrics]:
   """Updates the critic; returns the new state and metrics.
 
-  The policy and its optimizer are reset to `old` during the critic's warmup, and if the policy's
-  gradient is 0. The critic is unchanged if its own gradient is 0.
+  During the critic's warmup, or if the policy's gradient is 0, the policy and its optimizer are
+  reset to `old`. If the critic's gradient is 0, the critic is unchanged.
 
   Args:
     new: state with the policy updated.
