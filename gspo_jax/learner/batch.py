@@ -79,7 +79,7 @@ def shares_prompts(c: RunConfig, rollout: Rollout, older: bool) -> bool:
   In conversations (`environment.name`), the first tokens may differ. In all other runs, only the
   sampler's experts may differ, since different weights may prefill the prompt for responses of one
   group: if a resumed partial rollout prefills again, or if servers load new weights in a run with
-  lag. The result is that of every engine, so recorded batches (`rl.replay`) have equal updates.
+  lag. The engine does not affect the result, so recorded batches (`rl.replay`) give equal updates.
 
   Args:
     older: result of `has_older`.

@@ -4,15 +4,15 @@ A sequence is a prompt with its response. A model row is one row of the arrays t
 There are three arrangements:
 
 - `plain`: each row is one sequence.
-- `trees`: the responses of a group follow one copy of their prompt.
+- `trees`: the responses of a group follow one copy of their prompt, in several rows.
 - `packed`: each row has several sequences, at the places chosen by `packing.plan`.
 
 Losses and metrics read arrays [B, T] by sequence. A sequence and its model row are on the same
 device, so rearranging needs no communication.
 
-The head computes logits. No loss needs the logits of a prompt. So if prompt lengths are known, the
-head reads only the positions before response tokens, [B, U] (`before_responses`). In packed rows,
-the head reads all positions.
+The head computes logits, which predict the token after each position. No loss needs predictions of
+prompt tokens. So if prompt lengths are known, the head reads only U positions of each sequence,
+from the prompt's last token on (`before_responses`). In packed rows, the head reads all positions.
 
 Letters in addition to those of structs.py:
 
@@ -66,7 +66,7 @@ class Rows:
   prompt_B: Array | None = None
   # Maximum response length U; 0 if the head reads all positions.
   responses: int = flax.struct.field(pytree_node=False, default=0)
-  # Layout of rows with one prompt for several responses. None for other rows.
+  # Layout of the trees. None for plain and packed rows.
   tree: Tree | None = flax.struct.field(pytree_node=False, default=None)
   # Attention's rows, if packed sequences share prompts. Otherwise None.
   paths: Paths | None = None
@@ -103,7 +103,8 @@ def plain(
 
   Args:
     old_experts_BTlk: experts of the old policy. None if not recorded.
-    response_tokens: maximum response length U. If it is 0, the head reads all positions.
+    response_tokens: maximum response length U. If it is 0 or not below T, or if prompt lengths are
+      unknown, the head reads all positions.
   """
   support_BTX, T = inputs.support_BTX, inputs.tokens_BT.shape[1]
   rows = Rows(
@@ -139,9 +140,10 @@ def trees(
   token is repeated because its next token differs between responses. A branch has U positions. The
   last token of a response of length U is not an input, since no token follows it.
 
-  A tree of G sequences fills G rows, which are shorter than T. G is the greatest common divisor of
-  the group size and the number of sequences on a device. Rows are plain if G is 1, if U is 0, or if
-  fewer than two positions of T are for the prompt.
+  A tree of G sequences fills G rows, which are shorter than T. For example, if T = 8, U = 3 and
+  G = 2, a trunk of 4 positions and two branches of 3 positions fill two rows of 5 positions. G is
+  the greatest common divisor of the group size and the number of sequences on a device. Rows are
+  plain if G is 1, if U is 0, or if fewer than two positions of T are for the prompt.
 
   Args:
     inputs: sequences in groups of `group_size`. The first `prompt_B` tokens are equal in a group.
@@ -199,7 +201,7 @@ def packed(
       inside_BT = (sequences.segments_RT > 0) & (row_B1 >= 0)
       return jnp.where(inside_BT, row_B1 * size + start_BX + time_1T, rows * size)
 
-    # Sequences of a row start at different positions, so the start can be the segment number.
+    # Sequences of a row start at different positions, so start + 1 can be the segment number.
     segments_BT = jnp.broadcast_to(start_B1 + 1, sequences.segments_RT.shape)
     marked = sequences.replace(segments_RT=segments_BT)
     if trunk_B is None:
@@ -207,7 +209,8 @@ def packed(
     trunk_B1, shared_B1 = trunk_B[:, None], jnp.maximum(prompt_B[:, None] - 1, 0)
     in_trunk_BT = time_1T < shared_B1
     place_BT = places(jnp.where(in_trunk_BT, trunk_B1, start_B1 - shared_B1), T)
-    # Sequences of a trunk have the same prompt. The sequence directly after the trunk writes it.
+    # Sequences with one trunk have the same prompt. Only the sequence directly after the trunk
+    # writes the trunk.
     writes_B1 = trunk_B1 + shared_B1 == start_B1
     written_BT = jnp.where(in_trunk_BT & ~writes_B1, rows * T, place_BT)
     F = packing.with_prompts(T, response_tokens)
@@ -227,10 +230,10 @@ def packed(
 
 
 def arrange(sequences: Rows, place_BT: jax.Array, shape: tuple[int, int]) -> Rows:
-  """Scatters the tokens of one device's sequences to its rows.
+  """Scatters the tokens of one device's sequences to the device's rows.
 
   Args:
-    place_BT: flat index of each token, beyond the end for tokens without a place.
+    place_BT: flat index of each token; an index beyond the end for a token without a place.
     shape: number and length of the device's rows.
   """
 
@@ -246,9 +249,9 @@ def arrange(sequences: Rows, place_BT: jax.Array, shape: tuple[int, int]) -> Row
 def scattered(
   x_BT: jax.Array, place_BT: jax.Array, shape: tuple[int, int], empty: int = 0
 ) -> jax.Array:
-  """Scatters [B, T, ...] to new rows at flat indices `place_BT`.
+  """Scatters values [B, T, ...] to new rows at flat indices `place_BT`.
 
-  Indices beyond the end are dropped. All other positions have the value `empty`.
+  Values with an index beyond the end are dropped. Positions without a value are `empty`.
   """
   x_X = jnp.full((math.prod(shape), *x_BT.shape[2:]), empty, x_BT.dtype)
   return x_X.at[place_BT].set(x_BT, mode="drop").reshape(*shape, *x_BT.shape[2:])
@@ -257,7 +260,7 @@ def scattered(
 def by_sequence(x_RT: jax.Array, rows: Rows, empty: int = 0) -> jax.Array:
   """Gathers values of rows [R, T, ...] by sequence, [B, T, ...].
 
-  Tokens without a row have the value `empty`.
+  Tokens without a place have the value `empty`.
   """
   if rows.place_BT is None:
     return x_RT
@@ -271,10 +274,10 @@ def by_sequence(x_RT: jax.Array, rows: Rows, empty: int = 0) -> jax.Array:
 
 
 def before_responses(x_RT: jax.Array, rows: Rows) -> jax.Array:
-  """Selects the positions before response tokens: [R, T, ...] to [B, U, ...].
+  """Selects the U positions predicting response tokens: [R, T, ...] to [B, U, ...].
 
-  The first of these positions is the prompt's last token. If `rows.responses` is 0, `x_RT` is
-  returned unchanged.
+  The first of these positions is that of the prompt's last token. If `rows.responses` is 0, `x_RT`
+  is returned unchanged.
   """
   if not rows.responses:
     return x_RT

@@ -3,14 +3,14 @@
 Several metrics are reported separately for classes of responses or segments:
 
 - Age: the age of a token is the version of the weights before the updates, less the version that
-  sampled it. The age of a response is that of its oldest token. The last class includes all older
-  responses.
+  sampled it. The age of a response is the largest age of its tokens. The last class includes all
+  larger ages.
 - Length: the upper limits of the classes are powers of two. The last limit is at least the maximum
-  response length. `.../le_64` is about responses of 33 to 64 tokens. The first class includes all
-  shorter responses.
+  response length. `.../le_64` is about responses of 33 to 64 tokens, or of 1 to 64 tokens if it is
+  the first class.
 - Segment: the first four segments of a response are in the classes "1" to "4". In addition, the
-  segments of a response are divided equally into the classes "first", "middle" and "last". A single
-  segment is "middle".
+  segments of a response are divided into the classes "first", "middle" and "last", as equally as
+  possible. A single segment is "middle".
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ VOLATILITY = "router/volatility"  # Name of the metric of changed experts (`vola
 
 
 def ages(rollout: Rollout, version: int) -> np.ndarray:
-  """Computes responses' ages relative to `version`, int32 [B], on the host.
+  """Computes the age of each response at weights `version`, int32 [B], on the host.
 
   Responses of `offline.data`, and padding, have no version. Their age is -1, which is in no class.
   """
@@ -48,11 +48,12 @@ def ages(rollout: Rollout, version: int) -> np.ndarray:
 def lag_metrics(
   rollout: Rollout, version: int, trained_B: np.ndarray | None = None
 ) -> dict[str, float]:
-  """Returns mean and maximum age of trained tokens, on the host.
+  """Returns mean and maximum age of trained tokens in iterations, on the host.
 
   Args:
     version: current version of the weights.
-    trained_B: mask of trained responses. None means that all sampled tokens are trained.
+    trained_B: mask of trained responses. None means that all sampled tokens are trained, whatever
+      the rollout's mask.
   """
   trained_BL = rollout.version >= 0
   if trained_B is not None:
@@ -68,18 +69,21 @@ def age_metrics(
 ) -> Metrics:
   """Returns metrics of the responses of each age.
 
-  If no response has a certain age, all metrics of this age but `by_age/responses` are empty
+  If no response has a certain age, all metrics of this age except `by_age/responses` are empty
   (`Mean.empty`). w_it is the importance ratio of token t of response i.
 
-  - `by_age/responses`: share of responses with this age, in all trained responses with a version.
+  - `by_age/responses`: number of responses with this age, divided by the number of trained
+    responses with a version.
   - `by_age/ratio_deviation`: mean of |s_i - 1|. GSPO's ratio s_i = exp(1/|y_i| Σ_t log w_it) is
     used even if the loss has a different ratio.
-  - `by_age/clip_fraction`: share of clipped tokens, in all tokens of responses with this age.
-  - `mismatch/by_age`: mean of |1/|y_i| Σ_t Δ_it|. Δ is the trainer's log-prob less the sampler's.
+  - `by_age/clip_fraction`: number of clipped tokens, divided by the number of tokens, of responses
+    with this age.
+  - `mismatch/by_age`: mean of |1/|y_i| Σ_t Δ_it|, where Δ_it is the trainer's log-prob of token t
+    minus the sampler's.
 
   Args:
     clipped_BT: mask of tokens clipped by the loss.
-    classes: number of ages. 0 means no metrics.
+    classes: number of classes. 0 means no metrics.
   """
   if not classes:
     return {}
@@ -114,11 +118,12 @@ def reward_metrics(
 ) -> dict[str, float]:
   """Returns the share of responses and the mean reward of each length class, on the host.
 
-  The mean is over the responses with a verdict. It is 0 for a class without such responses.
+  The share is in all responses with tokens. The mean is over those responses of the class that have
+  a verdict. If there is no such response, the mean is 0.
 
   Args:
     known_B: bool: the reward function returned a verdict on the response.
-    length_B: number of tokens of each response; 0 excludes it.
+    length_B: number of tokens of each response. A response without tokens is in no class.
     longest: maximum response length.
   """
   row = {}
@@ -138,9 +143,9 @@ def length_metrics(
 ) -> Metrics:
   """Returns spread of ratios and share of clipped tokens by length class.
 
-  The spread `by_length/log_ratio_std` is the standard deviation of log s_i = 1/|y_i| Σ_t log w_it.
-  w_it are ratios of tokens. GSPO's ratio s_i is used even if the loss has a different ratio. If a
-  class has no responses, its metrics are 0.
+  The spread `by_length/log_ratio_std` is the standard deviation of log s_i = 1/|y_i| Σ_t log w_it,
+  where w_it is the importance ratio of token t. GSPO's ratio s_i is used even if the loss has a
+  different ratio. If a class has no responses, its metrics are 0.
 
   Args:
     clipped_BT: mask of tokens clipped by the loss.
@@ -209,15 +214,16 @@ def segment_metrics(
 ) -> Metrics:
   """Returns metrics of segments by their class.
 
-  z_ik is segment k of the K_i segments of response i. The metrics are the mean number of segments
-  per response, the mean number of tokens per segment, and for the segments of each class:
+  z_ik is segment k of the K_i segments of response i. `segment/count` is the mean number of
+  segments per response, and `segment/length` the mean number of tokens per segment. Further metrics
+  are over the segments of one class, for example `segment/gradient/first`:
 
-  - `clip_fraction`: mean over segments of the share of clipped tokens.
-  - `gradient`: mean of Σ_t |∂L/∂ log π_θ(y_t)|, with the loss L before the division by its
-    denominator. If `segment_loss` is aggregated by sequence, the sum is |s_ik Â_i| / K_i for an
+  - `clip_fraction`: mean over segments of the share of a segment's tokens that are clipped.
+  - `gradient`: mean over segments of Σ_t |∂L/∂ log π_θ(y_t)|. L is the loss before the division by
+    its denominator. If `segment_loss` is aggregated by sequence, the sum is |s_ik Â_i| / K_i for an
     unclipped segment, and 0 for a clipped segment.
-  - `ratio_std`: standard deviation of s_ik = exp( 1/|z_ik| Σ_t log w_it ). w_it are ratios of
-    tokens.
+  - `ratio_std`: standard deviation of s_ik = exp( 1/|z_ik| Σ_t log w_it ), where w_it is the
+    importance ratio of token t.
 
   Args:
     loss: function from log-probabilities [B, T] to the undivided loss of the update.
@@ -262,7 +268,7 @@ def _sum(x: jax.Array) -> jax.Array:
 
 
 def _places(live_BU: jax.Array, number_B: jax.Array) -> dict[str, jax.Array]:
-  """Marks the segments of each class, bool [B, U]."""
+  """Returns a mask of segments for each class, as a dict of bool [B, U]."""
   number_U = jnp.arange(live_BU.shape[1], dtype=jnp.int32)
   # Number of the third, 0 to 2: floor(3 (u + ½) / K) for segment u of K, in integer arithmetic.
   third_BU = 3 * (2 * number_U[None] + 1) // (2 * jnp.maximum(number_B, 1)[:, None])
@@ -273,12 +279,13 @@ def _places(live_BU: jax.Array, number_B: jax.Array) -> dict[str, jax.Array]:
 def version_metrics(batch: TrainBatch, current_BT: jax.Array) -> Metrics:
   """Compares sampler and trainer by the version of the sampling weights.
 
-  `mismatch/current/...` is about tokens sampled by the current weights, and `mismatch/older/...`
-  about all other trained tokens. `mismatch/older/tokens` is the share of these other tokens in all
-  trained tokens.
+  `mismatch/current/...` is about the trained tokens of `current_BT`, and `mismatch/older/...` about
+  all other trained tokens. `mismatch/older/tokens` is the number of these other tokens, divided by
+  the number of trained tokens.
 
   Args:
-    current_BT: 1 on trained tokens that the current weights sampled.
+    current_BT: 1 on trained tokens sampled by the weights before the updates. If experts are
+      replayed, rows with an older token are excluded (`batch.current_tokens`).
   """
   older_BT, metrics = batch.mask_BT - current_BT, {}
   for name, mask_BT in (("current", current_BT), ("older", older_BT)):
@@ -291,7 +298,7 @@ def router_metrics(stats: moe.RouterStats, config: ModelConfig) -> dict[str, Any
   """Returns metrics of the routers, over all layers.
 
   `router/load_balance` is 1 if the load is even (`moe.load_balance`). `router/busiest_expert` is
-  the largest share of a layer's assignments at one expert.
+  the largest share that one expert has in the assignments of its layer.
   """
   tokens = stats.tokens.sum()
   share = stats.load_E.max(-1) / jnp.maximum(stats.tokens * config.experts_per_token, 1)
@@ -305,17 +312,18 @@ def router_metrics(stats: moe.RouterStats, config: ModelConfig) -> dict[str, Any
 
 
 def volatility_metrics(out: transformer.Output, rows: Rows, replay: str) -> dict[str, Mean]:
-  """Measures the share of changed experts, by layer.
+  """Measures the share of a token's experts that changed, by layer.
 
-  - If there is no replay, the experts of this forward pass are compared with those of the pass that
-    recomputed old log-probs. If there was no such pass, the comparison is with the sampler's
-    experts.
+  - If there is no replay, the experts of this forward pass are compared with those of the pass of
+    the old policy (`passes.make_old_policy`). If that pass recorded no experts, the comparison is
+    with the sampler's experts.
   - If there is replay, the router's choice is compared with the replayed experts. The router's
-    inputs depend on experts replayed in earlier layers. A pass without replay would avoid this, but
-    would cost time.
+    inputs depend on experts replayed in earlier layers. A further pass without replay would avoid
+    this dependence, but would cost time.
   - If no experts are recorded, there is no metric.
 
-  `router/volatility/sampler` is the comparison with the sampler's experts, over all layers.
+  If the sampler's experts are recorded, `router/volatility/sampler` is the comparison with them,
+  over all layers.
   """
   if out.routing_lBTk is None:
     return {}

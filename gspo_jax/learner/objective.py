@@ -1,8 +1,8 @@
 """The policy loss described by section `objective` of a configuration, on one mini-batch.
 
-A loss is a function of `gspo_jax.objectives`. It declares its arguments and options
-(`objectives.terms.policy_loss`). The section (`settings/objective.py`) has a key for each option of
-any loss.
+A loss is a function of `gspo_jax.objectives`, or a user's function. Its arguments and options are
+declared (`objectives.terms.policy_loss`). The section (`settings/objective.py`) has a key for each
+option of any loss.
 """
 
 import functools
@@ -39,14 +39,14 @@ def configured_loss(
   max_length: int = 0,
   hyperparameters: Mapping[str, Any] | None = None,
 ) -> tuple[Mean, Metrics, jax.Array]:
-  """Returns the configured loss, not yet divided, with metrics and clipped tokens [B, T].
+  """Returns the undivided loss, its metrics, and the mask of clipped tokens [B, T].
 
   Args:
     config: section `objective`.
     logp_BT: log-probs of the current policy, differentiable.
-    entropy_BT: entropy of the current policy before each token, differentiable.
+    entropy_BT: entropy of the current policy's distribution at each token, differentiable.
     batch: mini-batch, or one of its micro-batches.
-    max_length: maximum response length; some aggregations divide by it.
+    max_length: maximum response length. Some losses divide by this number.
     hyperparameters: hyperparameters by name. None means `config.hyperparameters()`.
   """
   loss, parameters = config.loss, inspect.signature(config.loss).parameters
@@ -86,7 +86,7 @@ def configured_loss(
   if config.kl_coef or config.entropy_coef:
     penalties = {*PENALTIES} - parameters.keys()
     without_penalties = {key: value for key, value in options.items() if key not in penalties}
-    # The compiler shares nearly all operations with `total`.
+    # This metric has no penalties. The compiler reuses nearly all operations of `total`.
     metrics["loss/policy"] = undivided(**without_penalties)[0]
   return total, metrics, clipped_BT
 

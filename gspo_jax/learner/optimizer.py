@@ -15,8 +15,8 @@ from gspo_jax.settings.training import OptimizerConfig
 class Optimizer(NamedTuple):
   """An Optax transformation with hyperparameters as an argument of `update`.
 
-  Optimizers with the same `b1` and `b2`, and the same set of hyperparameters, share the functions
-  `init` and `update`. So a sweep over the hyperparameters' values compiles once.
+  Optimizers share the functions `init` and `update` if they have the same `b1` and `b2`, and if all
+  or none of them bound the gradient norm. So a sweep over values of hyperparameters compiles once.
   """
 
   init: Callable[[Any], Any]
@@ -48,7 +48,7 @@ def hyperparameters(config: OptimizerConfig, updates: int) -> dict[str, float]:
   schedule = dict(
     peak=config.learning_rate,
     warmup=config.warmup_steps,
-    # Counted from 0, the last update is number updates - 1, and has the final learning rate.
+    # Updates are counted from 0. The last one, `updates - 1`, has the final learning rate.
     decay_updates=max(1, updates - config.warmup_steps - 1),
     final=1.0 if config.schedule == "constant" else config.final_fraction,
     cosine=float(config.schedule == "cosine"),
@@ -68,7 +68,8 @@ def rate(schedule: Mapping[str, Any], count: Any) -> Any:
   cannot be traced.
   """
   peak, warmup = schedule["peak"], schedule["warmup"]
-  # The warmup starts at peak / warmup. An update with a learning rate of 0 would waste its rollout.
+  # The warmup starts at peak / warmup, not at 0, since an update with a learning rate of 0 would
+  # waste its rollout.
   first = peak / jnp.maximum(warmup, 1)
   rise = first + (peak - first) * count / jnp.maximum(warmup, 1)
   progress = jnp.clip((count - warmup) / schedule["decay_updates"], 0, 1)
@@ -141,9 +142,10 @@ def _scale_routers(updates: Any, factor: Any) -> Any:
 
 
 def decayed(params: Any) -> Any:
-  """Marks the parameters with weight decay.
+  """Marks the parameters with weight decay, in a tree of bools.
 
-  These are all but norms, biases, and the convolutions and decays of linear attention.
+  All parameters have weight decay, except norms, biases, and the convolutions and decays of linear
+  attention.
   """
   without = ("norm", "bias", "conv", "log_decay")
   return jax.tree.map_with_path(lambda path, _: not path[-1].name.endswith(without), params)

@@ -10,10 +10,10 @@ program is compiled again. Only the number of micro-batches depends on the numbe
 device, so packing needs no communication.
 
 The sequences of a group share one copy of their prompt in a row, if the maximum prompt length is a
-third of a row or more (`shares`). For attention alone, such rows are expanded to longer ones, with
+third of a row or more (`shares`). For attention alone, such rows are expanded to longer rows, with
 a copy of the prompt before each response.
 
-"Device" means all devices that hold the same sequences (tensor parallelism).
+In this file, "device" means a group of devices that have the same sequences (tensor parallelism).
 
   R  rows of a micro-batch on all devices; in host functions, maximum number of rows on one device
   T  length of a row
@@ -35,7 +35,7 @@ def plan(
 ) -> TrainBatch:
   """Reorders sequences and assigns each a place in rows, on the host.
 
-  Each device has B / shards sequences, with about as many tokens as any other device. Devices are
+  All devices have B / shards sequences each, and about the same number of tokens. Each device is
   packed independently. Sequences without tokens have no place (row -1).
 
   Args:
@@ -91,8 +91,8 @@ def places(
   grouped = _on_each(grouped_B, shards, fill)
   if grouped.row_B.max() <= separate.row_B.max():
     return grouped
-  # Groups are larger units than sequences, so devices are less balanced. If sharing prompts thereby
-  # needs more rows, each sequence has its own prompt.
+  # Groups are larger units than sequences, so devices are less balanced. Shared prompts may need
+  # more rows for this reason. Then each sequence has its own prompt.
   start_B = separate.start_B
   return Places(order_B, separate.row_B, start_B + shared_B[order_B], start_B, start_B)
 
@@ -139,9 +139,9 @@ def in_order(x_B: np.ndarray, order_B: np.ndarray | None) -> np.ndarray:
 def balanced_order(length_B: np.ndarray, shards: int) -> np.ndarray:
   """Distributes sequences over devices; returns their indices by device, int32 [B].
 
-  Each device has B / shards sequences. They are dealt in descending length, one per device in each
-  round. Within a round, the longest sequence goes to the device with the fewest tokens so far, the
-  second longest to the device with the second fewest, and so on.
+  Each device has B / shards sequences. Sequences are dealt in descending length, one per device in
+  each round. Within a round, the longest sequence goes to the device with the fewest tokens so far,
+  the second longest to the device with the second fewest, and so on.
   """
   load, rounds = np.zeros(shards, np.int64), []
   for longest_first in np.argsort(-length_B, kind="stable").reshape(-1, shards):
@@ -155,7 +155,8 @@ def first_fit(length_B: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
   """Returns the row of each sequence, and its start in the row.
 
   First-fit decreasing: in descending length, each sequence goes into the first row with enough free
-  positions. The row of a sequence without tokens is -1.
+  positions. For example, sequences of 5, 4, 3 and 2 tokens fill two rows of 8: 5 + 3 and 4 + 2. The
+  row of a sequence without tokens is -1.
 
   Args:
     size: length of a row.
@@ -177,9 +178,9 @@ def first_fit_with_prompts(
 
   Returns (row, start, trunk, path), the fields of `Places`. Groups are placed in descending number
   of tokens, and the sequences of a group in descending length. A sequence goes into the first row
-  that has its group's prompt already, and enough free positions for the response. If there is none,
-  the sequence goes into the first row with enough free positions for prompt and response. Positions
-  must be free in attention's row, too.
+  that has its group's prompt already, and enough free positions for the response. If there is no
+  such row, the sequence goes into the first row with enough free positions for prompt and response.
+  In both cases, attention's row must have enough free positions for prompt and response.
 
   Args:
     length_B: number of tokens of each sequence, prompt included.
@@ -190,7 +191,7 @@ def first_fit_with_prompts(
   """
   B = len(length_B)
   row_B, (start_B, trunk_B, path_B) = np.full(B, -1, np.int32), np.zeros((3, B), np.int32)
-  # For each row: positions used in it and in attention's row, and start of its newest trunk.
+  # For each row: used positions, used positions of attention's row, and start of the last trunk.
   used_R, used_by_attention_R, trunk_R = np.zeros((3, B), np.int32)
   numbers, index_B = np.unique(group_B, return_inverse=True)
   tokens_P = np.bincount(index_B, length_B, len(numbers))

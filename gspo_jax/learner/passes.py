@@ -38,10 +38,11 @@ class Learner:
   model: ModelConfig
   compute: ComputeConfig
   temperature: float  # Divisor of the logits, in sampling and in log-probs.
-  microbatches: int  # Micro-batches of a mini-batch; if rows are packed, their maximum number.
+  # Number of micro-batches in a mini-batch. If rows are packed, this is the maximum number.
+  microbatches: int
   load_balance_coef: float
-  # An update with a non-finite loss or gradient is skipped. With "skip", later updates continue.
-  # With "stop", all later updates are skipped too, so parameters stay unchanged.
+  # An update with a non-finite loss or gradient is skipped. If this key is "skip", later updates
+  # continue. If it is "stop", all later updates are skipped too, so parameters stay unchanged.
   on_nonfinite: str = "stop"
   group_size: int = 1  # Number of sequences with the same prompt.
   # Maximum response length; some losses divide by it. In SFT it is 0, and log-probs of all tokens
@@ -174,9 +175,10 @@ def make_old_policy(
 ) -> Callable[[Any, ModelInputs], OldPolicy]:
   """Builds the jitted pass of the old policy, (params, inputs) -> `OldPolicy`.
 
-  The trainer's router chooses the experts, unless `objective.replay` is R3, which replays the
-  sampler's experts. The first update of an iteration has the same weights and experts as this pass.
-  So its log-probs differ from those of this pass by rounding errors only (`step.with_own_logp`).
+  If `objective.replay` is R3, the pass replays the sampler's experts. Otherwise, the trainer's
+  router chooses the experts. The first update of an iteration has the same weights and experts as
+  this pass. So the log-probs of that update and of this pass differ by rounding errors only
+  (`step.with_own_logp`).
   """
   keeps_experts = objective.replay == "R2" or (objective.replay == "none" and objective.volatility)
 
@@ -201,15 +203,15 @@ def make_review(
   The pass is a function of (params, batch, clip_factor), with the new parameters. `clip_factor`
   scales the clip ranges; None means fixed ranges. The pass returns a dict of arrays [B, T]:
 
-  - `log_ratio_BT`: log-prob under the new parameters less the old policy's.
+  - `log_ratio_BT`: log-prob under the new parameters minus that of the old policy.
   - `clipped_BT`: mask of the tokens clipped by the loss at the new parameters.
   - `gradient_BT`: gradient of the loss's numerator with respect to log-probs (`token_gradient`).
     The dict has this array only if each segment has an importance ratio.
 
   Args:
-    old_policy: pass of `make_old_policy`. The review calls it with the new parameters, so both
-      passes share one program. Only R2 needs another program, which replays the old policy's
-      experts.
+    old_policy: pass of `make_old_policy`. The review calls this pass with the new parameters, so
+      no further program is compiled. Only for R2 is there another program, which replays the old
+      policy's experts.
   """
 
   def replay_pass(params: Any, old_experts_BTlk: jax.Array, inputs: ModelInputs) -> jax.Array:
@@ -238,7 +240,7 @@ def _reviewer(objective: ObjectiveConfig, max_length: int) -> Callable:
   def measure(
     logp_BT: jax.Array, batch: TrainBatch, hyperparameters: Mapping[str, Any]
   ) -> dict[str, Any]:
-    entropy_BT = jnp.zeros_like(logp_BT)  # Entropy does not affect clipping.
+    entropy_BT = jnp.zeros_like(logp_BT)  # Entropy affects neither clipping nor this gradient.
 
     def loss(logp_BT: jax.Array) -> tuple:
       return configured_loss(objective, logp_BT, entropy_BT, batch, max_length, hyperparameters)
@@ -347,7 +349,7 @@ def accumulate(
 
   def unfinished(carry):
     i, _ = carry
-    # The constant bound is redundant. `aot/hlo_costs.py` reads it from the compiled loop.
+    # The bound `max_number` is redundant, but `aot/hlo_costs.py` reads it from the compiled loop.
     return (i < number) & (i < max_number)
 
   def body(carry):

@@ -1,6 +1,6 @@
 """Jits the learner's functions with the XLA options chosen by key `compute.xla`.
 
-The options let collectives on TPU overlap with other operations. Other platforms have none.
+The options let collectives on TPU overlap with other operations. Other platforms have no options.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ OPTIONS = dict(
 
 
 def options(compute: ComputeConfig) -> dict[str, bool]:
-  """Returns compiler options for the platform of the mesh; empty except on TPU."""
+  """Returns compiler options for the platform of the mesh; {} if it is not TPU."""
   return OPTIONS[compute.xla] if sharding.platform() == "tpu" else {}
 
 

@@ -25,8 +25,8 @@ from gspo_jax.settings.training import LoraConfig
 from gspo_jax.structs import CriticState, StateWithCritic, TrainState
 from gspo_jax.system.meshes import use_mesh
 
-# Keys of each phase that change the names or shapes of arrays in its training state. An entry with
-# a dot at its end means all keys of that section.
+# Keys of each phase that change the names or shapes of arrays in its training state. An entry that
+# ends with a dot means all keys of that section.
 _STATE_KEYS = dict(
   rl=(
     *("model.", "lora.rank", "lora.matrices", "rl_optimizer.clip_norm", "critic.name"),
@@ -118,8 +118,10 @@ def check_state(
 ) -> None:
   """Raises ValueError if the newest checkpoint does not fit the configuration.
 
-  A checkpoint does not fit if its training state has other arrays. The message names the changed
-  keys. Only the phase from which the run resumes is checked: RL, or SFT if RL has no checkpoint.
+  A checkpoint does not fit if the names or shapes of its arrays differ from those of the configured
+  training state. The message names the changed keys. If no key in `changed` affects these arrays,
+  there is no check. Only the phase from which the run resumes is checked: RL, or SFT if RL has no
+  checkpoint.
 
   Args:
     config: current configuration.

@@ -92,7 +92,7 @@ def make_rl_step(
     optimizer=tx.hyperparameters,
     load_balance_coef=learner.load_balance_coef,
   )
-  # Learners that differ in this coefficient alone share a program, since it is a hyperparameter.
+  # Learners that differ in `load_balance_coef` alone share a program, since it is an argument.
   learner, config, apply_to_critic = dataclasses.replace(learner, load_balance_coef=0.0), None, None
   if critic is not None:
     hyperparameters |= dict(critic=critic.hyperparameters)
@@ -110,7 +110,7 @@ def _rl_step(
   critic_config: CriticConfig | None,
   apply_to_critic: Callable | None,
 ) -> Callable:
-  """Builds the function of `make_rl_step`, once for equal arguments."""
+  """Builds the jitted function of `make_rl_step`, once for equal arguments."""
 
   def numerator(trained, i, *, frozen, part, hyperparameters, critic_weight):
     (policy, critic), batch = trained, part(i)
@@ -190,7 +190,7 @@ def _mismatch_metrics(objective: ObjectiveConfig, logp_BT: jax.Array, batch: Tra
 
 
 def _row_metrics(out: transformer.Output, rows: Rows, replay: str) -> Metrics:
-  """Returns the share of changed experts, and the share of padding in all positions."""
+  """Returns the shares of changed experts, and the share of padding in all positions of rows."""
   empty_RT = (rows.segments_RT == 0).astype(jnp.float32)
   padding = {"padding": Mean(empty_RT.sum(), jnp.ones_like(empty_RT).sum())}
   return volatility_metrics(out, rows, replay) | padding
@@ -201,11 +201,12 @@ def with_own_logp(
 ) -> tuple[TrainBatch, dict[str, Any]]:
   """Replaces the first mini-batch's old log-probs by `logp_BT`.
 
-  On the first mini-batch of an iteration the weights are those of the old policy. If
+  On the first mini-batch of an iteration, the weights are those of the old policy. If
   `objective.old_logp=recompute`, a separate program computed the old log-probs from the same
-  weights, so they differ from `logp_BT` by rounding errors Δ. After the replacement the importance
-  ratio is exactly 1. All later mini-batches keep the recomputed log-probs, so their ratios include
-  Δ. If `objective.old_logp` has a different value, the batch is unchanged.
+  weights, so these log-probs differ from `logp_BT` by rounding errors Δ. After the replacement, the
+  importance ratio is exactly 1. All later mini-batches keep the recomputed log-probs, so their
+  ratios include rounding errors. If `objective.old_logp` is not "recompute", the batch is
+  unchanged.
 
   The metric `mismatch/recomputed` is the mean over sequences of |mean over tokens of Δ|.
   `summarize` reports its value on the first mini-batch.
@@ -234,7 +235,7 @@ def make_sft_step(
 
 @functools.lru_cache(maxsize=8)
 def _sft_step(learner: Learner, apply: Callable) -> Callable:
-  """Builds the function of `make_sft_step`, once for equal arguments."""
+  """Builds the jitted function of `make_sft_step`, once for equal arguments."""
 
   def numerator(trained, i, *, frozen, part, hyperparameters, critic_weight):
     (policy, _), batch = trained, part(i)
@@ -272,8 +273,9 @@ def _with_balance(
 
   Args:
     value: numerator of the policy's loss, plus that of the critic's loss if there is a critic.
-    total: undivided policy loss, which becomes the metric "loss". `_step` divides `value` by the
-      denominator of `total`, so the load-balance loss is multiplied by this denominator first.
+    total: undivided policy loss, which becomes the metric "loss". `_step` divides the gradient of
+      the sum by the denominator of `total`. So the load-balance loss is first multiplied by this
+      denominator.
     stats: statistics of the routers. None for a model without experts; `value` is then unchanged.
   """
   metrics |= {"loss": total}
@@ -297,14 +299,16 @@ def _step(
   first sum is divided by the second. So the number of micro-batches affects memory only. An
   exception is the load-balance loss, a product of two means over a micro-batch.
 
-  If the gradient is 0, the state is unchanged, since Adam would otherwise apply its momentum.
-  `updates_skipped` counts non-finite updates, and all later updates if `on_nonfinite=stop`.
+  If the gradient is 0, the state is unchanged, since Adam would otherwise apply its momentum. The
+  metric `updates_skipped` counts non-finite updates. If `on_nonfinite=stop`, it also counts all
+  later updates.
 
   Args:
     numerator: function of (parameters, i, **constants) -> (numerator of micro-batch i, metrics).
     apply, apply_to_critic: `Optimizer.update` of policy and critic. None means no critic.
     relative_weight: function of (batch, hyperparameters) -> the denominator of the policy's loss,
-      divided by that of the critic's loss. The critic's numerator is multiplied by this ratio.
+      divided by that of the critic's loss. The critic's numerator is multiplied by this ratio,
+      because the sum of both numerators is divided by the policy's denominator.
   """
   gradient = jax.grad(numerator, has_aux=True)
 
@@ -350,7 +354,7 @@ def _on_replicas(state: TrainState, policy: Any, frozen: Any) -> tuple[Any, Any]
   """Keeps gradients of policy and critic separate on each replica (replicas.py).
 
   These gradients are summed over replicas once per update. The gradients of adapters and of the
-  critic's head are small. JAX sums them in every micro-batch.
+  critic's head are small, so JAX sums them in every micro-batch.
   """
   if not jax.tree.leaves(frozen):
     policy = replicas.apart(policy)

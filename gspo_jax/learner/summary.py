@@ -22,7 +22,7 @@ COMPARISONS = ("mismatch/", "by_age/", VOLATILITY)
 class Compared(NamedTuple):
   """The scalar of a comparison, which may be empty.
 
-  An empty comparison has the value 0, which would mean perfect agreement.
+  The value of an empty comparison is 0. Without `empty`, this 0 would mean perfect agreement.
   """
 
   value: jax.Array
@@ -61,7 +61,7 @@ def summarize(minibatches: tuple[dict[str, Any], ...]) -> dict[str, jax.Array | 
 
 
 def _scalars(metrics: dict[str, Any]) -> dict[str, jax.Array | Compared]:
-  """Divides sums. A vector over layers becomes a mean, a maximum, and one scalar per layer."""
+  """Divides sums; a vector over layers becomes its mean, its maximum and one scalar per layer."""
   compared = {k: v for k, v in metrics.items() if k.startswith(COMPARISONS)}
   row = compute({k: v for k, v in metrics.items() if k not in compared})
   for name, reduction in compared.items():
