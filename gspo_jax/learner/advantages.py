@@ -145,14 +145,20 @@ def reference_advantages(config: ObjectiveConfig, group_size: int) -> Part:
 
 
 def _group_order(x_B: jax.Array, batch: TrainBatch) -> jax.Array:
-  """Restores the order before `packing.plan`, and copies the whole array to every device."""
+  """Restores the order before `packing.plan`.
+
+  The whole array is copied to every device.
+  """
   order_B = batch.order_B
   x_B = sharding.reshard(x_B, P())
   return x_B if order_B is None else x_B[jnp.argsort(sharding.reshard(order_B, P()))]
 
 
 def _row_order(x_B: jax.Array, batch: TrainBatch) -> jax.Array:
-  """Reverses `_group_order`: restores the batch's order, and splits the array over devices."""
+  """Restores the order of the batch's rows.
+
+  The array is split over devices again.
+  """
   if batch.order_B is not None:
     x_B = x_B[sharding.reshard(batch.order_B, P())]
   return sharding.reshard(x_B, sharding.BY_ROW)
@@ -194,7 +200,7 @@ def _moments(values: Sequence[jax.Array], masks: Sequence[jax.Array]) -> dict[st
 def _centre(
   values: Sequence[jax.Array], masks: Sequence[jax.Array]
 ) -> tuple[jax.Array, list[jax.Array]]:
-  """Returns the masked mean over all mini-batches, and the values minus this mean."""
+  """Returns the result of `_mean`, and the values minus this mean."""
   mean = _mean(values, masks)
   return mean, [value_BT - mean for value_BT in values]
 
@@ -225,7 +231,7 @@ def teacher_advantages(config: DistillationConfig) -> Part:
 
 @jax.jit
 def _distill(batches: list[TrainBatch], hyperparameters: Mapping[str, Any]) -> Filled:
-  """Computes the advantages of `teacher_advantages`, and the metric of reverse KL."""
+  """Computes the advantages of `teacher_advantages`, and the reverse KL divergence."""
 
   def advantages(batch: TrainBatch) -> TrainBatch:
     reward_BT = batch.advantage_BT

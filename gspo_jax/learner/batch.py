@@ -135,7 +135,7 @@ def with_verdict(rollout: Rollout, known_B: np.ndarray) -> Rollout:
 
 
 def token_rewards(rollout: Rollout, reward_PG: np.ndarray, in_parts: bool) -> np.ndarray:
-  """Returns the reward of each token, float32 [B, L]; 0 for untrained responses.
+  """Returns each token's reward, float32 [B, L]; 0 for untrained responses.
 
   If `in_parts` is True, each turn or line has a reward, at its last token (`rollout.rewards`).
   Otherwise a response has one reward, at its last trained token.

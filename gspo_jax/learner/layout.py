@@ -274,7 +274,7 @@ def by_sequence(x_RT: jax.Array, rows: Rows, empty: int = 0) -> jax.Array:
 
 
 def before_responses(x_RT: jax.Array, rows: Rows) -> jax.Array:
-  """Selects the U positions predicting response tokens: [R, T, ...] to [B, U, ...].
+  """Selects the U positions predicting response tokens, [B, U, ...].
 
   The first of these positions is that of the prompt's last token. If `rows.responses` is 0, `x_RT`
   is returned unchanged.

@@ -36,8 +36,9 @@ VOLATILITY = "router/volatility"  # Name of the metric of changed experts (`vola
 
 
 def ages(rollout: Rollout, version: int) -> np.ndarray:
-  """Computes the age of each response at weights `version`, int32 [B], on the host.
+  """Computes ages of responses on the host, int32 [B].
 
+  Ages are relative to `version`, the version of the weights before the updates.
   Responses of `offline.data`, and padding, have no version. Their age is -1, which is in no class.
   """
   oldest_B = np.where(rollout.version >= 0, rollout.version, version).min(axis=1)
@@ -48,7 +49,7 @@ def ages(rollout: Rollout, version: int) -> np.ndarray:
 def lag_metrics(
   rollout: Rollout, version: int, trained_B: np.ndarray | None = None
 ) -> dict[str, float]:
-  """Returns mean and maximum age of trained tokens in iterations, on the host.
+  """Returns mean and maximum age of trained tokens, on the host.
 
   Args:
     version: current version of the weights.
@@ -116,10 +117,11 @@ def length_limits(longest: int) -> list[int]:
 def reward_metrics(
   reward_B: np.ndarray, known_B: np.ndarray, length_B: np.ndarray, longest: int
 ) -> dict[str, float]:
-  """Returns the share of responses and the mean reward of each length class, on the host.
+  """Computes metrics of each length class on the host.
 
-  The share is in all responses with tokens. The mean is over those responses of the class that have
-  a verdict. If there is no such response, the mean is 0.
+  `by_length/responses` is the number of the class's responses, divided by the number of all
+  responses with tokens. `by_length/reward` is the mean reward of those responses of the class that
+  have a verdict. If there is no such response, the mean is 0.
 
   Args:
     known_B: bool: the reward function returned a verdict on the response.
@@ -268,7 +270,7 @@ def _sum(x: jax.Array) -> jax.Array:
 
 
 def _places(live_BU: jax.Array, number_B: jax.Array) -> dict[str, jax.Array]:
-  """Returns a mask of segments for each class, as a dict of bool [B, U]."""
+  """Returns masks of segments by class, a dict of bool [B, U]."""
   number_U = jnp.arange(live_BU.shape[1], dtype=jnp.int32)
   # Number of the third, 0 to 2: floor(3 (u + ½) / K) for segment u of K, in integer arithmetic.
   third_BU = 3 * (2 * number_U[None] + 1) // (2 * jnp.maximum(number_B, 1)[:, None])
@@ -312,7 +314,7 @@ def router_metrics(stats: moe.RouterStats, config: ModelConfig) -> dict[str, Any
 
 
 def volatility_metrics(out: transformer.Output, rows: Rows, replay: str) -> dict[str, Mean]:
-  """Measures the share of a token's experts that changed, by layer.
+  """Measures the share of changed experts of a token, by layer.
 
   - If there is no replay, the experts of this forward pass are compared with those of the pass of
     the old policy (`passes.make_old_policy`). If that pass recorded no experts, the comparison is

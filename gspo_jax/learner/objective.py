@@ -39,7 +39,7 @@ def configured_loss(
   max_length: int = 0,
   hyperparameters: Mapping[str, Any] | None = None,
 ) -> tuple[Mean, Metrics, jax.Array]:
-  """Returns the undivided loss, its metrics, and the mask of clipped tokens [B, T].
+  """Returns the undivided loss, metrics, and the mask of clipped tokens.
 
   Args:
     config: section `objective`.

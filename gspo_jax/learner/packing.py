@@ -214,7 +214,7 @@ def first_fit_with_prompts(
 
 
 def count(inputs: ModelInputs, R: int) -> jax.Array:
-  """Returns the number of micro-batches with tokens, at least 1; each has R rows."""
+  """Returns the number of R-row micro-batches with tokens, at least 1."""
   return jnp.maximum(inputs.places.row_B.max() // sharding.rows_per_device(R) + 1, 1)
 
 

@@ -116,9 +116,10 @@ def log_probs(
 
 
 def shift_right(x_RT: jax.Array, rows: Rows) -> jax.Array:
-  """Moves values from position t to t + 1, and from rows to sequences [B, T].
+  """Moves values to the position of the predicted token, [B, T].
 
-  The model predicts token t + 1 at position t. Position 0 of the result is 0.
+  The model predicts token t + 1 at position t of a row, so values move from t to t + 1. The result
+  is by sequence, and is 0 at position 0.
   """
   return jnp.pad(by_sequence(x_RT, rows)[:, :-1], ((0, 0), (1, 0)))
 

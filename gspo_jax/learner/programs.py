@@ -39,7 +39,7 @@ OPTIONS = dict(
 
 
 def options(compute: ComputeConfig) -> dict[str, bool]:
-  """Returns compiler options for the platform of the mesh; {} if it is not TPU."""
+  """Returns compiler options for the mesh's platform; {} except on TPU."""
   return OPTIONS[compute.xla] if sharding.platform() == "tpu" else {}
 
 

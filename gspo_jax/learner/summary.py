@@ -61,7 +61,10 @@ def summarize(minibatches: tuple[dict[str, Any], ...]) -> dict[str, jax.Array | 
 
 
 def _scalars(metrics: dict[str, Any]) -> dict[str, jax.Array | Compared]:
-  """Divides sums; a vector over layers becomes its mean, its maximum and one scalar per layer."""
+  """Computes scalars from reductions.
+
+  A vector over layers becomes its mean, its maximum, and one scalar per layer.
+  """
   compared = {k: v for k, v in metrics.items() if k.startswith(COMPARISONS)}
   row = compute({k: v for k, v in metrics.items() if k not in compared})
   for name, reduction in compared.items():
