@@ -17,8 +17,8 @@ from gspo_jax.objectives import checks
 from gspo_jax.objectives.checks import Number
 from gspo_jax.objectives.gae import backward
 
-# Rewards of a group are equal up to rounding if they differ by no more than this, relative to the
-# largest |reward|.
+# Rewards of a group are equal up to rounding if their range, divided by the largest |reward|, is at
+# most this number.
 ROUNDING = 4 * float(jnp.finfo(jnp.float32).eps)
 
 
@@ -89,7 +89,7 @@ def constrained_advantages(
 
   Each reward R_j has a weight w_j, and each cost C_k a Lagrange multiplier λ_k ≥ 0. Z is
   `group_advantages`. If rewards were added before they are standardised, the influence of a reward
-  would depend on its standard deviation, too.
+  would depend not only on its weight, but also on its standard deviation.
 
   Shapes: J rewards [P,G], K costs [P,G], J weights, K multipliers -> [P,G].
   Reference: arXiv:2602.05863 (constrained GRPO), where J is 1, and w_1 is the reward's multiplier.
@@ -164,10 +164,10 @@ def turn_advantages(
   R_iu = Σ_{v ≥ u} γ^(v−u) r_iv,  Â_iu = (R_iu − mean{R_·u}) / (std{R_·u} + ε).
 
   r_iu is the reward of turn u of response i, and γ is `discount`. The return R_iu includes the
-  rewards of turn u and of later turns. It is compared with the returns R_ju of those responses j of
-  the group that have a turn u. `normalize` is that of `group_advantages`. If only last turns have
-  rewards and γ = 1, the first turn has the advantage that `group_advantages` computes for the
-  response.
+  rewards of turn u and of later turns. The mean and the standard deviation are over the returns
+  R_ju of those responses j of the group that have a turn u. The equation is that of `normalize`
+  "std". All values of `normalize` are those of `group_advantages`. If only last turns have rewards
+  and γ = 1, the first turn has the advantage that `group_advantages` computes for the response.
 
   valid_PGU is 1 on existing turns. Turns that do not exist have an advantage of 0.
 
@@ -209,7 +209,8 @@ def soft_value(reward_PG: ArrayLike, beta: Number, *, valid_PG: ArrayLike | None
 
   Q̂_0 = β log( 1/G Σ_i exp(r_i/β) ).
 
-  Q̂_0 is the argument `value_B` of `spo_loss`. It is 0 for a group without a valid response.
+  r_i are the valid rewards of a group. Q̂_0 is the argument `value_B` of `spo_loss`. For a group
+  without a valid response, Q̂_0 is 0.
 
   Reference: arXiv:2503.05453.
 
@@ -270,17 +271,17 @@ def selection_weights(
 ) -> Array:
   """Weights w ≥ 0 of responses to imitate with `rft_loss`. [P,G] -> [P,G].
 
-  `select`: with "best", at most one response of each group has the weight 1: the first of those
-  with the largest reward. All other responses have 0. With "reward", the weight is the reward
-  itself. So if rewards are 0 and 1, all right responses are selected.
+  `select`: if it is "best", at most one response of each group has the weight 1, namely the first
+  response with the largest reward. All other responses have the weight 0. If it is "reward", the
+  weight is the reward itself. So if rewards are 0 and 1, all right responses are selected.
 
   Responses with rewards of 0 or less have the weight 0. If right responses may have such rewards,
-  set `right_from` for "best": responses with at least this reward may be selected, too.
+  set `right_from`. Then "best" may also select responses with at least this reward.
 
   Reference: arXiv:2304.06767 for the best of K; arXiv:2308.01825 and arXiv:2203.14465 for all right
   responses.
   Differs: a group may have no selected response, since the best of G wrong answers is still wrong.
-  With "reward", duplicates of a response are selected, too; arXiv:2308.01825 removes them.
+  "reward" also selects duplicates of a response, which arXiv:2308.01825 removes.
   Raises: ValueError if a valid reward is not finite, or for an unknown `select`.
 
   Example:
@@ -308,8 +309,8 @@ def alike(reward_PG: ArrayLike, valid_PG: ArrayLike, size_PG: Array | None = Non
   """Whether a group's valid rewards are equal up to rounding, [P, 1].
 
   Args:
-    size_PG: values to which rounding errors are relative. If rewards are sums, these are the sums
-      of absolute terms. None means absolute rewards.
+    size_PG: values to which the rounding errors of rewards are relative. For a reward that is a
+      sum, this value is the sum of the absolute terms. None means |reward|.
   """
   reward_PG = jnp.asarray(reward_PG)
   largest_P1 = jnp.where(valid_PG, reward_PG, -jnp.inf).max(axis=1, keepdims=True)

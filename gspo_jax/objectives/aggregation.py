@@ -2,8 +2,9 @@
 
 A unit is a whole response, or a segment of a response. Ids [B, T] give the unit of each token.
 Arrays [B, U] have one value per unit. If there are no ids, each row is one unit and U = 1. If there
-are ids, U = T, since a row may have as many units as tokens. Absent units have the sum 0 and the
-maximum -inf.
+are ids, U = T, since a row may have as many units as tokens. A unit without tokens has the sum 0
+and the maximum -inf. For example, the ids [[0, 0, 1]] and the values [[1, 2, 5]] give the sums
+[[3, 5, 0]].
 """
 
 from typing import NamedTuple
@@ -34,7 +35,7 @@ class Tokens(NamedTuple):
     return self.sums(x_BT) / jnp.maximum(self.length_BU, 1)
 
   def common(self, x_BX: Array) -> Array:
-    """Reduces values of tokens to one value per response: [B, U] from [B, T].
+    """Reduces values of tokens [B, T] to one value per response, [B, U].
 
     The values of a response are expected to be equal. If they differ, the mean is returned.
     An array [B, 1] is returned unchanged.

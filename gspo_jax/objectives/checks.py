@@ -1,8 +1,8 @@
 """Checks and conversions of arguments. Every error message names the argument.
 
-Functions that check an array return the converted array. Values at masked positions may be NaN,
-since they are replaced by 0. Shapes and dtypes are always checked. Values are checked unless they
-are traced by `jit` or `grad`, or distributed over several processes.
+Functions that check an array return the converted array. Masked positions may have any value, such
+as NaN, since these values are replaced by 0. Shapes and dtypes are always checked. Values are
+checked unless they are traced by `jit` or `grad`, or distributed over several processes.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,10 @@ def mask(value: ArrayLike, name: str, shape: tuple[int, ...]) -> Array:
 
 
 def tokens(value: ArrayLike, name: str, mask_BT: Array, dtype: Any) -> Array:
-  """Checks floats [B, T] without NaN; returns `dtype`, 0 at masked positions."""
+  """Checks floats [B, T] for NaN, and converts them to `dtype`.
+
+  The result is 0 at masked positions.
+  """
   array = _array(value, name)
   _shape(array, name, BT=mask_BT.shape)
   _floating(array, name)
@@ -88,7 +91,10 @@ def constant(
 
 
 def ids(value: ArrayLike, name: str, mask_BT: Array) -> Array:
-  """Checks integers [B, T] in [0, T); returns 0 at masked positions."""
+  """Checks integers [B, T] to be in [0, T).
+
+  Returns the integers, with 0 at masked positions.
+  """
   array = _array(value, name)
   _shape(array, name, BT=mask_BT.shape)
   if not jnp.issubdtype(array.dtype, jnp.integer):
@@ -104,6 +110,7 @@ def bound(value: ArrayLike, name: str, like: Array, least: float = 0.0) -> Array
 
   Args:
     like: array [B, ...] whose dtype the bound is converted to.
+    least: smallest allowed value of the bound.
   """
   array = _array(value, name)
   if array.ndim:

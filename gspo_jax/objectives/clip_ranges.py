@@ -1,6 +1,7 @@
-"""Factors of clip ranges, from the length of a response, or from an iteration's clipped fraction.
+"""Factors of clip ranges, from the length of a unit, or from an iteration's clipped fraction.
 
-`clip_low` and `clip_high` are multiplied by the same factor. `effective_length` is for metrics.
+A unit is a response or a segment. `clip_low` and `clip_high` are multiplied by the same factor.
+`effective_length` is for metrics.
 """
 
 import jax.numpy as jnp
@@ -71,10 +72,10 @@ def adapted_factor(
 
   k ← min(max( k · exp( gain · (f − f*) ), 1/span ), span).
 
-  k is `factor`, f is `clipped` and f* is `target`. The ranges become wider if f is above f*, and
-  narrower if f is below f*, by a factor of exp(gain) at most. The steps of log k are those of
-  Robbins and Monro, as for quantiles in arXiv:1905.03871. This rule is an addition: no paper about
-  GSPO has it.
+  k is `factor`, f is `clipped` and f* is `target`. k stays between 1/span and span. The ranges
+  become wider if f is above f*, and narrower if f is below f*, by a factor of exp(gain) at most.
+  The steps of log k are those of Robbins and Monro, as for quantiles in arXiv:1905.03871. This rule
+  is an addition: we know no paper about GSPO that has such a rule.
 
   Shapes: numbers -> number.
 

@@ -1,8 +1,9 @@
 """Corrections for differences between the probabilities of sampler and trainer, and their metrics.
 
 A sampler may round differently than the trainer, or have older weights. All functions below except
-`mismatch` return weights of tokens [B, T] or responses [B]. A loss takes them as its argument
-`weight`. In packed rows, weights of responses have shape [B, T], too. Weights have no gradient.
+`mismatch` return weights of tokens [B, T] or responses [B]. A loss takes these weights as its
+argument `weight`. In packed rows, weights of responses have shape [B, T], too. Weights have no
+gradient.
 Tokens with a weight of 0 stay in the loss's denominator. At masked positions, the weights of
 `truncated_weight` and `masked_weight` are 0.
 """
@@ -34,7 +35,7 @@ def truncated_weight(
 
   `level` "token" is the ratio ρ_it of each token. "sequence" is the product Π_t ρ_it over a
   response. Apart from the truncation, the product is an unbiased weight. "geometric" is the
-  |y_i|-th root of the product. The root's deviation from 1 does not grow with the length.
+  |y_i|-th root of the product. The deviation of this root from 1 does not grow with the length.
 
   Shapes: [B,T] ×3 -> [B,T] or [B].
   Reference: fengyao.notion.site/off-policy-rl (token); richardli.xyz/rl-collapse (sequence).
@@ -105,7 +106,7 @@ def off_policy_mask(
   d_i = 1/|y_i| Σ_t log π_old(y_it)/π_θ(y_it).
 
   The mask excludes bad responses that have become unlikely under the policy, since little can be
-  learned from them.
+  learned from such responses. If advantages are [B,T], the mask is 0 only at tokens with Â_it < 0.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> the shape of the advantage, [B,T] for packed rows.
   Reference: the DeepSeek-V3.2 report (off-policy sequence masking).

@@ -29,8 +29,8 @@ def value_loss(
 
   L = ½ mean max( (V − R)², (clip(V, V_old − clip, V_old + clip) − R)² ).
 
-  V are the current values (differentiated), V_old those before the updates, and R the returns. If
-  `clip` is None, the loss is ½ mean (V − R)². `aggregate` is the kind of mean (`grpo_loss`).
+  V are the current values (differentiated), V_old the values before the updates, and R the returns.
+  If `clip` is None, the loss is ½ mean (V − R)². `aggregate` is that of `grpo_loss`.
 
   Shapes: [B,T] ×4 -> scalar.
   Reference: arXiv:2005.12729, among the code-level optimisations. arXiv:1707.06347 (PPO) does not
@@ -68,10 +68,10 @@ def value_loss(
 def explained_variance(value_BT: ArrayLike, return_BT: ArrayLike, mask_BT: ArrayLike) -> Explained:
   """Explained variance of returns by values, 1 − Var(R − V)/Var(R) over tokens.
 
-  The explained variance is at most 1. It is 0 if values are constant or returns do not vary, and
-  negative if a constant would predict better than the values. Use returns from rewards alone: the
-  returns of `gae` include the values. If a mean is many standard deviations from 0, subtract the
-  mean from returns and values first, since float32 sums of squares would be too coarse.
+  The explained variance is at most 1. It is 0 if values are constant or returns do not vary. It is
+  negative if a constant would predict better than the values. Use returns from rewards alone, since
+  the returns of `gae` include the values. If the mean of values or returns is many standard
+  deviations from 0, subtract this mean first, since float32 sums of squares would be too coarse.
 
   Shapes: [B,T] ×3 -> scalar.
 

@@ -20,7 +20,7 @@ def distillation_advantages(
 
   Â_t = −Σ_{u≥t} γ^(u−t) (log π_old(y_u) − log π_teacher(y_u)).
 
-  γ is `discount`. With γ = 0, a token's advantage depends on the log-probs of this token only. With
+  γ is `discount`. If γ = 0, a token's advantage depends on the log-probs of this token only. If
   γ = 1, the mean of Â_t over responses of π_old is −KL(π_old‖π_teacher), the negative reverse KL
   divergence of the tokens from t on. Masked positions are skipped in the sum, and have an advantage
   of 0. Advantages are not relative to a group.
@@ -43,7 +43,8 @@ def distillation_advantages(
 def reverse_kl(old_logp_BT: ArrayLike, teacher_logp_BT: ArrayLike, mask_BT: ArrayLike) -> Mean:
   """Estimate of KL(π_old‖π_teacher) per token, in nats. [B,T] ×3 -> scalar.
 
-  The mean over unmasked tokens of log π_old(y_t) − log π_teacher(y_t). It may be negative.
+  The estimate is the mean of log π_old(y_t) − log π_teacher(y_t) over unmasked tokens. It may be
+  negative.
 
   Example:
     >>> print(reverse_kl(jnp.array([[-1.0, -2.0]]), jnp.array([[-3.0, -1.5]]), jnp.ones((1, 2))))

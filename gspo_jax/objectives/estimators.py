@@ -28,7 +28,8 @@ class Estimator:
   relative: bool = False  # Groups of equal rewards have advantages of 0.
   # Compares turns or lines with the same number. If their returns are equal, advantages are 0.
   parts: bool = False
-  across_groups: bool = False  # Uses statistics of the whole batch, which exclude masked responses.
+  # Uses statistics of the whole batch. Masked responses are excluded from these statistics.
+  across_groups: bool = False
   # Required parts of a configuration: a "critic", a "teacher", a "reference" policy in the reward,
   # "signals" (several rewards, costs), and separate rewards of "turns" or "lines".
   needs: frozenset[str] = frozenset()
@@ -36,15 +37,15 @@ class Estimator:
   # Names of estimators of group rewards with which this one may be combined. () means all names.
   kinds: tuple[str, ...] = ()
   by_token: bool = False  # Advantages may differ between tokens of a response.
-  by_response: bool = True  # There is also one advantage per response, for losses that need it.
-  of_rewards: bool = True  # The advantages include the advantages from a group's rewards.
+  by_response: bool = True  # Computes one advantage per response, for losses by response.
+  of_rewards: bool = True  # The advantages are, or include, advantages from a group's rewards.
   on_devices: bool = False  # Computed on the devices, after the passes of an iteration.
 
 
 def _soft(
   reward_PG: ArrayLike, *, valid_PG: ArrayLike, beta: Number, soft_value: Number | None = None
 ) -> Array:
-  """Renames arguments of `soft_advantages` as options."""
+  """Calls `soft_advantages` with `soft_value` as its argument `value`."""
   return soft_advantages(reward_PG, beta, soft_value, valid_PG=valid_PG)
 
 
@@ -55,7 +56,8 @@ _WHOLE = frozenset({"turns"})
 _KINDS = ("std", "none", "leave_one_out")  # Estimators within a group, also for turns and lines.
 
 # By default, a configuration has the first of these estimators with nonempty `needs` that are all
-# met. If there is none, it has the estimator of the loss's publication (`policy_loss`).
+# met, if `kinds` allows the estimator of the loss's publication (`policy_loss`). If there is no
+# such estimator, the configuration has that of the publication.
 _ALL = (
   Estimator(
     "gae",

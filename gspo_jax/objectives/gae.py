@@ -24,9 +24,9 @@ def gae(
   δ_t = r_t + γ V_{t+1} − V_t,  Â_t = δ_t + γλ Â_{t+1},  R_t = Â_t + V_t.
 
   γ is `discount` and λ is `trace`. t + 1 is the next unmasked token of the response. Masked
-  positions are skipped; their rewards are ignored, and their results are 0. After the last token, Â
-  is 0 and V is `last_value_B`, by default 0. For a truncated response, pass the value of the state
-  after its last token; for all other responses, pass 0 (arXiv:1712.00378).
+  positions are skipped. Their rewards are ignored, and their results are 0. After the last token, Â
+  is 0 and V is `last_value_B`, by default 0. In `last_value_B`, pass the value of the state after
+  the last token for a truncated response, and 0 for any other response (arXiv:1712.00378).
 
   Shapes: [B,T] ×3, [B] -> [B,T] advantages, [B,T] returns.
   Reference: arXiv:1506.02438.
@@ -58,7 +58,7 @@ def gae(
   skip_BT = 1 - mask_BT.astype(dtype)
   response_BX = jnp.zeros((), int) if tokens.response_BT is None else tokens.response_BT
   has_next_BT = _next_is_alike(jnp.broadcast_to(response_BX, mask_BT.shape), mask_BT)
-  # V_{t+1}, where masked positions have the value of the next unmasked token.
+  # V_{t+1}. At masked positions, `backward` returns the value of the next unmasked token.
   next_value_BT = jnp.where(has_next_BT, _shift(backward(skip_BT, value_BT)), last_B1)
   delta_BT = jnp.where(mask_BT, reward_BT + discount * next_value_BT - value_BT, 0)
   carry_BT = jnp.where(has_next_BT, discount * trace, 0)
@@ -87,9 +87,9 @@ def turn_gae(
   must have different numbers. `last_value_B` is that of `gae`.
 
   Shapes: [B,T] ×4, [B] -> [B,T] advantages, [B,T] returns.
-  Reference: arXiv:1506.02438 with turns as steps. The code of RAGEN (arXiv:2504.20073) has a
-  "bi-level" GAE, of which `turn_gae` is the upper level. The lower level, over the tokens of a
-  turn, is not included.
+  Reference: arXiv:1506.02438 with turns as steps. The code of RAGEN (arXiv:2504.20073) has a GAE of
+  two levels. `turn_gae` is the upper level, over turns. The lower level, over the tokens of a turn,
+  is not included.
 
   Example:
     >>> reward_BT = jnp.array([[0.0, 0.0, 0.0, 1.0]])

@@ -2,7 +2,7 @@
 
 k1, k2 and k3 estimate KL(π‖π_ref) = E_{y~π}[log π/π_ref] per token, from tokens sampled by π. As
 terms of a loss they differ, since their gradients have different means. "On policy" below means
-that π has sampled the tokens. `logp_BT` is differentiated, `ref_logp_BT` is a constant.
+that π has sampled the tokens. `logp_BT` is differentiated, and `ref_logp_BT` is a constant.
 """
 
 import jax
@@ -16,9 +16,9 @@ def kl_k1(logp_BT: Array, ref_logp_BT: Array) -> Array:
 
   k1 = log π − log π_ref.
 
-  Use k1 as a metric, or inside a reward, but not in a loss. Its gradient is ∇log π, which has the
-  mean 0 on policy, so it only adds noise. On tokens of an older policy, descending this gradient
-  moves π away from that policy.
+  Use k1 as a metric, or inside a reward, but not in a loss. The gradient of k1 is ∇log π. On
+  policy, this gradient has the mean 0, so it only adds noise. On tokens of an older policy,
+  descending this gradient moves π away from that policy.
 
   Example:
     >>> logp_BT, ref_logp_BT = jax.numpy.array([[[-0.5, -1.0]], [[-1.0, -1.0]]])
@@ -33,7 +33,7 @@ def kl_k2(logp_BT: Array, ref_logp_BT: Array) -> Array:
 
   k2 = ½ (log π − log π_ref)².
 
-  On policy, its gradient E[(log π − log π_ref) ∇log π] is the gradient of KL(π‖π_ref).
+  On policy, the mean gradient of k2, E[(log π − log π_ref) ∇log π], is the gradient of KL(π‖π_ref).
 
   Example:
     >>> logp_BT, ref_logp_BT = jax.numpy.array([[[-0.5, -1.0]], [[-1.0, -1.0]]])
@@ -48,8 +48,8 @@ def kl_k3(logp_BT: Array, ref_logp_BT: Array) -> Array:
 
   k3 = π_ref/π − 1 − log(π_ref/π).
 
-  On policy, its gradient E[(1 − π_ref/π) ∇log π] is the gradient of KL(π_ref‖π), the divergence in
-  the other direction.
+  On policy, the mean gradient of k3, E[(1 − π_ref/π) ∇log π], is the gradient of KL(π_ref‖π), the
+  divergence in the other direction.
 
   Example:
     >>> logp_BT, ref_logp_BT = jax.numpy.array([[[-0.5, -1.0]], [[-1.0, -1.0]]])

@@ -9,7 +9,7 @@ package:
   includes all responses of a batch, whatever their groups. sg(x) is x without gradient.
 - logp_BT is differentiated. Old log-probs, advantages and weights are constants.
 - Values at masked positions are ignored. Responses without unmasked tokens are excluded from means.
-- `Options` (terms.py) lists further keyword arguments: weights, packed rows, KL, entropy.
+- `Options` (terms.py) lists further keyword arguments: weights, packed rows, KL penalty, entropy.
 - `dual_clip` c: the objective of a token or response with Â < 0 is at least c·Â (arXiv:1912.09729).
   None means no such bound.
 - If an argument has a wrong shape, dtype or value, ValueError or TypeError names it.
@@ -117,8 +117,8 @@ def dr_grpo_loss(
   J = 1/(G L) Σ_i Σ_t min( w_it Â_it, clip(w_it, 1 − clip_low, 1 + clip_high) Â_it ),
   w_it = π_θ(y_it)/π_old(y_it).
 
-  L is `max_length`. Dividing by |y_i| instead would favour short right and long wrong answers. The
-  paper's advantages are `group_advantages(normalize="none")`.
+  L is `max_length`. Division by |y_i| instead of L would favour short right and long wrong answers.
+  The paper's advantages are `group_advantages(normalize="none")`.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
   Reference: arXiv:2503.20783.
@@ -151,12 +151,12 @@ def ppo_loss(
 ) -> Sums:
   """PPO: `grpo_loss` with an advantage for each token.
 
-  The default of `clip_high` differs from that of `grpo_loss`, too.
+  The default of `clip_high` is smaller than that of `grpo_loss`.
 
   J = E[ 1/|y| Σ_t min( w_t Â_t, clip(w_t, 1 − clip_low, 1 + clip_high) Â_t ) ],
   w_t = π_θ(y_t)/π_old(y_t).
 
-  The advantages are those of `gae`, from a value model. `aggregate` is that of `grpo_loss`.
+  PPO's advantages are those of `gae`, from a value model. `aggregate` is that of `grpo_loss`.
 
   Shapes: [B,T] ×2, [B,T] or [B], [B,T] -> scalar.
   Reference: arXiv:1707.06347, as restated in arXiv:2507.18071, Eq. 1, with a mean per response.

@@ -38,7 +38,7 @@ def cispo_loss(
   signs of their advantages.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
-  Reference: arXiv:2506.13585, Eq. 4 and 5; in practice, the authors have no lower bound.
+  Reference: arXiv:2506.13585, Eq. 4 and 5. In practice, the authors have no lower bound.
 
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
@@ -79,8 +79,8 @@ def gmpo_loss(
   w_it = π_θ(y_it)/π_old(y_it).
 
   GSPO bounds the geometric mean of the tokens' ratios, and GMPO bounds each of these ratios. So a
-  token outside the range loses its gradient, and the rest of the response keeps its own. `clip_low`
-  and `clip_high` are bounds of log-ratios.
+  token outside the range loses its gradient, and the other tokens of the response keep theirs.
+  `clip_low` and `clip_high` are bounds of log-ratios.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
   Reference: arXiv:2507.20673v3, Eq. 4, computed in log space as in Algorithm 1. The default range
@@ -240,7 +240,7 @@ def vespo_loss(
 
   Shapes: [B,T] ×2, [B], [B,T] -> scalar. In packed rows (`response_BT`) the advantage may be [B,T],
   constant over each response.
-  Reference: arXiv:2602.10693v3, Eq. 20, with k and λ of §4.1, where they are called c_1 and c_2.
+  Reference: arXiv:2602.10693v3, Eq. 20. The defaults of k and λ are those of c_1 and c_2 in §4.1.
   The paper takes π_old from the sampler, and does not recompute it in the trainer.
   Differs: Eq. 20 sums over the tokens of a response. J is a mean over all tokens of the batch, as
   in the authors' code.
@@ -329,7 +329,7 @@ def _divergence(kind: str, logp_BT: Array, log_ratio_BT: Array) -> Array:
     return abs(jnp.exp(logp_BT) - old_BT)
   if kind != "kl":
     raise ValueError(f'divergence must be "tv" or "kl", got {kind!r}')
-  # The two terms of the binary KL divergence: of the token, and of all other tokens.
+  # The binary KL divergence has two terms: one of the token, and one of all other tokens.
   token_part_BT = jnp.where(old_BT > 0, old_BT * (old_logp_BT - logp_BT), 0)
   others_BT = -jnp.expm1(old_logp_BT)
   others_part_BT = others_BT * (jnp.log(others_BT) - jnp.log(-jnp.expm1(logp_BT)))

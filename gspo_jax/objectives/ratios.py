@@ -47,9 +47,9 @@ def sequence_ratio(
 
   s_i = exp( 1/|y_i|^α Σ_t log π_θ(y_it)/π_old(y_it) ).
 
-  α is `length_exponent`. With α = 1, s_i is GSPO's ratio, a geometric mean; with α = 0 it is the
-  likelihood ratio of the whole response. With α = 1/2, log s_i has the same variance at every
-  length, if tokens are independent. An empty row has the ratio 1.
+  α is `length_exponent`. If α = 1, s_i is GSPO's ratio, the geometric mean of the tokens' ratios.
+  If α = 0, s_i is the likelihood ratio of the whole response. If α = 1/2 and tokens are
+  independent, log s_i has the same variance at every length. An empty row has the ratio 1.
 
   Reference: arXiv:2507.18071, Eq. 7.
 
@@ -98,9 +98,10 @@ def segment_ratio(
   s_it = sg[s_ik] · π_θ(y_it)/sg[π_θ(y_it)],
   s_ik = exp( 1/|z_ik|^α Σ_{t∈z_ik} log π_θ(y_it)/π_old(y_it) ).
 
-  `segment_BT` has the number, in [0, T), of each token's segment z_ik. If each token is a segment,
-  the result is `token_ratio`. If each row is a segment, it is `gspo_token_ratio`. In packed rows,
-  segments of different responses must have different numbers. α is `length_exponent`.
+  `segment_BT` has the number of each token's segment z_ik, an integer in [0, T). If each token is a
+  segment, the result is `token_ratio`. If each row is a segment, the result is `gspo_token_ratio`.
+  In packed rows, segments of different responses must have different numbers. α is
+  `length_exponent`.
 
   Shapes: [B,T] ×4 -> [B,T].
 
@@ -122,7 +123,7 @@ def unit_log_ratio(
 ) -> tuple[Array, Array]:
   """Computes 1/|u|^α Σ_{t∈u} log w_t and |u| of each unit, [B,U].
 
-  A unit is a response or a segment of one. Empty units have 0.
+  A unit u is a response or a segment of a response. Both results are 0 for an empty unit.
 
   Args:
     id_BT: unit of each token. None if each row is one unit (U = 1).
@@ -137,7 +138,8 @@ def unit_log_ratio(
 def detached_ratio(log_ratio_BX: Array, scale_BX: ArrayLike, logp_BT: Array) -> Array:
   """Computes sg[s] · (π_θ(y_t) / sg[π_θ(y_t)])^scale for each token, [B,T].
 
-  Its value is s, and its gradient is that of token t alone, times `scale`.
+  s is exp(log_ratio_BX). The value of the result is s. Its gradient is that of token t alone, times
+  `scale`.
   """
   logp_BT = jnp.maximum(logp_BT, -_GARBAGE)  # The difference of two -inf would be NaN.
   step_BT = scale_BX * (logp_BT - stop_gradient(logp_BT))  # The value is 0, the gradient is not.

@@ -31,8 +31,8 @@ def soft_loss(
 
   L = 1/B Σ_i ( β Σ_t log π_θ(y_it)/π_ref(y_it) − Â_i )²,  Â_i = r_i − Q̂_0.
 
-  The value is that of `spo_loss`. `old_logp_BT` has the log-probs of the reference policy, which is
-  fixed during a run. The advantages are those of `soft_advantages`.
+  The value is that of `spo_loss`. The argument `old_logp_BT` takes log-probs of the reference
+  policy π_ref, which is fixed during a run. The advantages are those of `soft_advantages`.
 
   Shapes: [B,T] ×2, [B], [B,T], number -> scalar. In packed rows (`response_BT`) the advantage may
   be [B,T], constant over each response.
@@ -79,8 +79,8 @@ def spo_loss(
   Shapes: [B,T] ×2, [B] ×2 ([B,T] in packed rows), [B,T], number -> scalar.
   Reference: arXiv:2405.19107 (DRO), Eq. 2 and 4, multiplied by 2. DRO learns the value of the
   prompt; here the value is estimated. L is also the surrogate loss of arXiv:2501.12599, §2.3.2. SPO
-  (arXiv:2503.05453) calls this loss terminal Q-regression. Of SPO we have read the abstract, and
-  code by others, but not the equations.
+  (arXiv:2503.05453) calls this loss terminal Q-regression. We have read the abstract of that paper,
+  and code by other authors, but not the equations.
 
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))

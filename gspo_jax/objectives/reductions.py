@@ -28,9 +28,9 @@ from gspo_jax.objectives import signatures
 class _Over(NamedTuple):
   """An operation that reduces a field, for example a sum, in three forms."""
 
-  pair: Callable  # (x, y): of two values.
-  axis: Callable  # (x, axis): over an axis of an array.
-  devices: Callable  # (x, axis name): over a mapped axis.
+  pair: Callable  # (x, y) -> the reduction of two values.
+  axis: Callable  # (x, axis) -> the reduction over an axis of an array.
+  devices: Callable  # (x, axis name) -> the reduction over a mapped axis.
 
 
 def _log_psum(log_x: Array, axis_name: str) -> Array:
@@ -117,8 +117,8 @@ class Std(NamedTuple):
 class Explained(NamedTuple):
   """Explained variance, 1 − Var(error)/Var(target).
 
-  It is 1 if there are no errors, 0 if predictions are as good as a constant, and negative if they
-  are worse than a constant. If all targets are equal, it is 0.
+  The explained variance is 1 if all errors are equal, 0 if predictions are as good as a constant,
+  and negative if predictions are worse than a constant. If all targets are equal, it is 0.
   """
 
   weight: Array  # Number of tokens. The next four fields are sums over tokens.

@@ -43,7 +43,7 @@ def gspo_loss(
   constant over each response.
   Reference: arXiv:2507.18071, Eq. 5 and 7. The default ranges are those of §5.1.
   Differs: two exponents are additions. The sum in s_i is divided by |y_i|^α, where α is
-  `length_exponent`; with α = 0, s_i is the likelihood ratio of the whole response. The ranges are
+  `length_exponent`. If α = 0, s_i is the likelihood ratio of the whole response. The ranges are
   multiplied by (clip_length/|y_i|)^γ, where γ is `clip_exponent` (`length_factor`).
 
   Example:
@@ -78,8 +78,8 @@ def luspo_loss(
   J = 1/G Σ_i |y_i| min( s_i Â_i, clip(s_i, 1 − clip_low, 1 + clip_high) Â_i ),
   s_i = exp( 1/|y_i| Σ_t log π_θ(y_it)/π_old(y_it) ).
 
-  If response i is not clipped, its gradient is s_i Â_i Σ_t ∇ log π_θ(y_it). So a token has the same
-  weight in a long response as in a short one. The KL penalty and the entropy bonus of a response
+  If response i is not clipped, its gradient is s_i Â_i Σ_t ∇ log π_θ(y_it). So the weight of a
+  token does not depend on the response's length. The KL penalty and the entropy bonus of a response
   are multiplied by its length, too.
 
   Shapes: [B,T] ×2, [B], [B,T] -> scalar. In packed rows (`response_BT`) the advantage may be [B,T],
@@ -167,12 +167,12 @@ def segment_loss(
   s_it = sg[s_ik] · π_θ(y_it) / sg[π_θ(y_it)],
   s_ik = exp( 1/|z_ik| Σ_{t∈z_ik} log π_θ(y_it)/π_old(y_it) ).
 
-  sg stops gradients. Response i has K_i segments z_ik, for example turns or lines. `segment_BT` has
-  the segment number of each token, an integer in [0, T). All segments of a row have different
-  numbers, even if the row has several responses. If each response is one segment, the loss is that
-  of GSPO-token. If each token is one segment, the loss is that of GRPO. If all tokens of a segment
-  have the same advantage Â_ik, the loss of response i has the value and the gradient of
-  -1/K_i Σ_k min( s_ik Â_ik, clip(s_ik) Â_ik ).
+  sg stops gradients, and clip(s) is clip(s, 1 − clip_low, 1 + clip_high). Response i has K_i
+  segments z_ik, for example turns or lines. `segment_BT` has the segment number of each token, an
+  integer in [0, T). All segments of a row must have different numbers, even if the row has several
+  responses. If each response is one segment, the loss is that of GSPO-token. If each token is one
+  segment, the loss is that of GRPO. If all tokens of a segment have the same advantage Â_ik, the
+  loss of response i has the value and the gradient of -1/K_i Σ_k min( s_ik Â_ik, clip(s_ik) Â_ik ).
 
   `aggregate`: "sequence" is the equation above. "segment" is the mean over all segments of the
   batch. "token" and "constant" are those of `grpo_loss`.
@@ -217,8 +217,8 @@ def _response_loss(
 ) -> tuple[Array, Array, Metrics, Array]:
   """Computes losses and lengths of responses, metrics, and clipped tokens.
 
-  Losses and lengths have shape [B, U] for U responses in a row. The losses are clipped, and do not
-  include penalties.
+  Losses and lengths have shape [B, U], with U as in aggregation.py. The losses are clipped, and do
+  not include penalties.
   """
   tokens = batch.tokens
   log_ratio_BU, length_BU = ratios.unit_log_ratio(
@@ -231,7 +231,7 @@ def _response_loss(
     ratio_BU, log_ratio_BU, advantage_BU, clip_low, clip_high, dual_clip, factor_BU
   )
   clipped_BX = jax.tree.map(lambda flag_BU: at_tokens(flag_BU, tokens.response_BT), clipped_BU)
-  # `finite` and `bounded_exp` leave enough of the float range to multiply by a length
+  # The bounds of `finite` and `bounded_exp` are low enough for a product with a length
   # (`luspo_loss`).
   gain_BU = ratios.finite(weight_BU * advantage_BU)
   loss_BU = -gain_BU * ratio_BU

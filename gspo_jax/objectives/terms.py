@@ -91,7 +91,7 @@ def policy_loss(
 
   Args:
     levels: allowed levels of importance correction, the default first. None means `BY_TOKEN` if
-      `by_token` is true, else `BY_RESPONSE`, and no level for a loss without argument `weight`.
+      `by_token` is true, else `BY_RESPONSE`; no level for a loss without argument `weight`.
     by_token: whether trainers pass an advantage for each token instead of each response. None means
       that they do if the argument is called `advantage_BT`.
     advantage: name of the estimator of advantages.
@@ -180,7 +180,7 @@ class Batch(NamedTuple):
 
 
 class Clipped(NamedTuple):
-  """Masks of ratios replaced by the upper, lower or dual bound."""
+  """Masks of tokens or responses clipped at the upper, lower or dual bound."""
 
   high: Array
   low: Array
@@ -259,10 +259,10 @@ def clip(
 ) -> tuple[Array, Clipped]:
   """Returns clipped ratios, and masks of the ratios replaced by a bound.
 
-  The clipped ratio is the factor of A in min(r A, clip(r, 1 − clip_low, 1 + clip_high) A): it is
-  1 + clip_high where A > 0 and r is larger, 1 − clip_low where A < 0 and r is smaller, and r
-  elsewhere. If a dual clip c is set, the clipped ratio is at most c where A < 0 (arXiv:1912.09729).
-  Log-ratios are compared, which is precise even for ranges of 3e-4.
+  The clipped ratio is the factor of A in min(r A, clip(r, 1 − clip_low, 1 + clip_high) A). It is
+  at most 1 + clip_high where A > 0, and at least 1 − clip_low where A < 0. If a dual clip c is set,
+  it is also at most c where A < 0 (arXiv:1912.09729). The code compares log-ratios, since ratios
+  would be too coarse for ranges of 3e-4.
 
   Args:
     ratio: r.
@@ -294,8 +294,8 @@ def either(clipped_BX: Clipped, tokens: Tokens) -> Array:
 def update_metrics(batch: Batch, log_ratio: Array, live: Array, clipped_BX: Clipped) -> Metrics:
   """Computes metrics of a clipped objective: ratios and clip fractions.
 
-  `clip_fraction/token` is the share of tokens clipped by the upper or lower bound.
-  `clip_fraction/sequence` computes this share for each response, and is the mean over responses.
+  `clip_fraction/token` is the share of tokens clipped by the upper or lower bound, in all tokens.
+  `clip_fraction/sequence` is the mean over responses of this share in a response's tokens.
 
   Args:
     log_ratio: log-ratios of the loss, by token, segment or response.

@@ -4,9 +4,11 @@ The module of the verifier needs a function `right_lines(response, answer)`. The
 bools, one for each line of the expected response. A bool is True if the line of the response at the
 same index is right. The function's time must be linear in the length of the response.
 
-Let p be `reward.partial`, or 1 if `reward.partial` is 0. A right line has the reward p/n. The last
-line of the response also has 1 − p if the verifier accepts the response, and the additions for
-format and length (shaping.py). The sum over the lines is the reward of the response.
+Let p be `reward.partial`, or 1 if `reward.partial` is 0. A right line has the reward p/n. If the
+verifier accepts the response, the last line has 1 − p more. The additions for format and length
+(shaping.py) are also part of the last line's reward. The sum over the lines is the reward of the response.
+For example, if p = 0.5 and n = 2, an accepted response with two right lines has the rewards 0.25
+and 0.75.
 """
 
 import hashlib
@@ -63,8 +65,9 @@ def rewards(
     correct_B: 1 for responses that the verifier accepts as a whole, 0 otherwise.
 
   Returns:
-    Rewards of each response's U lines (texts between line breaks), float32 [U]; and a dict with the
-    numbers of verdicts flipped by noise, {} if both rates of noise are 0.
+    Two values. The first has the rewards of each response's U lines, float32 [U]. Line breaks
+    separate lines. The second is a dict with the numbers of verdicts flipped by noise. It is {} if
+    both rates of noise are 0.
   """
   rates, rewards_BU = (config.false_positive, config.false_negative), []
   flips = dict(false_positive=0, false_negative=0) if any(rates) else {}

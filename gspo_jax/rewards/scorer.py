@@ -4,10 +4,10 @@ A verifier is a module. `settings.rewards.VERIFIERS` lists the verifiers of this
 `user_function` is the verifier that calls a user's function. Members of a verifier:
 
 - `OUTCOMES`: names of all outcomes of a response, such as "right", "wrong" and "timeout".
-- `UNKNOWN`, optional: outcomes without a verdict on the response, besides "crash".
-- `open_verifier`: context manager that yields a `Verify` function. The parameters of this context
-  manager are keys of section `reward`. The `Verify` function may have an attribute `notes`, a dict
-  of constant metrics of the run.
+- `UNKNOWN`, optional: outcomes that mean that there is no verdict. "crash" always means this.
+- `open_verifier`: context manager that yields a `Verify` function (see below). The parameters of
+  this context manager are keys of section `reward`. The `Verify` function may have an attribute
+  `notes`, a dict of constant metrics of the run.
 - `check_answer(text)`, optional: raises ValueError for an unreadable gold answer.
 - `word(text)`, optional: returns the gold answer in normalised form if it is a word, else None. If
   the most frequent gold answer is a word, such as "unknown", a run prints a warning, since this
@@ -51,8 +51,8 @@ class Prompt(Protocol):
 # Function of B responses, their prompts, and B bools, which are False for truncated responses. The
 # function returns B outcomes, and either B values or None. None means that a response's value is 1
 # if the outcome is "right", and 0 otherwise. A response with a verdict is right if the outcome is
-# "right", or if the returned value is at least `reward.right_from`. An outcome without a verdict
-# may be a `pool.Failure`, which has a reason.
+# "right", or if the returned value is at least `reward.right_from` (1 if this key is unset). An
+# outcome without a verdict may be a `pool.Failure`, which has a reason.
 Verify = Callable[
   [Sequence[str], Sequence[Prompt], Sequence[bool]], tuple[Sequence[str], Sequence[float] | None]
 ]
@@ -63,14 +63,14 @@ class Scores:
   """Rewards of B responses, with the verifier's outcomes."""
 
   reward: np.ndarray  # Reward for training, float32 [B]; 0 without a verdict.
-  # Counts of responses by outcome (right, wrong, timeout, ...). If noise is configured, counts of
-  # flipped verdicts are included. If the format is rewarded, the count of responses in this format
-  # is included.
+  # Counts of responses by outcome (right, wrong, timeout, ...). If noise is configured, the dict
+  # has counts of flipped verdicts, too. If the format is rewarded, the dict has the count of
+  # responses in this format.
   outcomes: Mapping[str, int]
   # 1 for responses that are right before noise and additions, 0 for other responses, float32 [B].
   correct: np.ndarray
-  # Outcome and reason of each response without a verdict, by index in the batch. Such a response is
-  # neither right nor wrong.
+  # Outcome and reason of each response without a verdict, by index in the batch. A response without
+  # a verdict is neither right nor wrong.
   unknown: Mapping[int, str] = dataclasses.field(default_factory=dict)
   # Rewards of each response's lines, float32 [U]; their sum is `reward`. None unless
   # `reward.per_line` is set.
@@ -104,8 +104,8 @@ class Scorer(Protocol):
     Args:
       responses: texts of the responses; `pool.Failure` for a response that could not be sampled.
       prompts: prompt of each response.
-      lengths: number of tokens of each response, for the overlong penalty; None for no penalty.
-      finished: False for truncated responses; None if no response was truncated.
+      lengths: number of tokens of each response, for the overlong penalty. None means no penalty.
+      finished: False for truncated responses. None means that no response was truncated.
     """
 
 
@@ -174,15 +174,15 @@ def answer_check(name: str) -> Callable[[str], None] | None:
 
 
 def frequent_word(name: str, answers: Iterable[str]) -> str | None:
-  """Returns the most frequent gold answer, if it is a word, with its share.
+  """Describes the most frequent gold answer, if it is a word.
 
   Args:
     name: name of the verifier; "" for none.
     answers: gold answers.
 
   Returns:
-    The word and its share of all gold answers, as "word: 40%". None if the most frequent answer is
-    not a word, or if the verifier has no function `word`.
+    The word and its share of all gold answers, for example "unknown: 40%". None if the most
+    frequent answer is not a word, or if there is no verifier with a function `word`.
   """
   word = getattr(_verifier(name), "word", None) if name else None
   if word is None:
@@ -254,7 +254,7 @@ def _score(
   lengths: Sequence[int] | None = None,
   finished: Sequence[bool] | None = None,
 ) -> Scores:
-  """Scores responses. The last four parameters are as in `Scorer`."""
+  """Scores responses. The last four parameters are those of `Scorer`."""
   if len(responses) != len(prompts):
     raise ValueError(f"{len(responses)} responses and {len(prompts)} prompts")
   finished = [True] * len(responses) if finished is None else finished
@@ -347,8 +347,8 @@ def _verdicts(
 ) -> list[tuple[str, float | None]]:
   """Returns each response's outcome, with its value or None.
 
-  If the verifier raises, the two halves of the batch are verified separately. A half that fails is
-  halved again, down to single responses. So only responses that make the verifier fail have no
+  If the verifier raises an exception, the two halves of the batch are verified separately. A half
+  that fails is halved again, down to single responses. So only the failing responses have no
   verdict.
   """
   if not batch:
@@ -367,7 +367,7 @@ def _verdicts(
 
 
 def _finite(outcome: str, value: float | None) -> tuple[str, float | None]:
-  """Returns a crash instead of a NaN, infinite or huge value."""
+  """Replaces an outcome with a NaN, infinite or huge value by a crash."""
   if value is None or abs(value) <= LARGEST_REWARD:
     return outcome, value
   reason = f"the reward {value} is no number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"

@@ -27,8 +27,9 @@ def keeps_format(response: str, name: str) -> bool:
 
   Format "think" is a thought, `</think>`, and then text. Format "think_answer" is a thought,
   `</think>`, and then exactly `<answer>text</answer>`. Thought and text must not be empty, and must
-  not contain further tags. The opening `<think>` is optional, since chat templates of reasoning
-  models often add it to the prompt.
+  not contain further tags. In format "think", the text may contain `<answer>` and `</answer>`. The
+  opening `<think>` is optional, since chat templates of reasoning models often add it to the
+  prompt.
 
   Reference: arXiv:2501.12948 (format rewards).
 
@@ -76,7 +77,7 @@ def flipped(
   """Chooses verdicts to flip, bool [B].
 
   The choice depends only on the gold answer and the response's text. So equal responses to a prompt
-  have equal verdicts, as from a real but unreliable verifier.
+  have equal verdicts, as if a real verifier were unreliable.
 
   Args:
     correct_B: whether each response is right.
@@ -98,9 +99,9 @@ def reaches(value_B: np.ndarray, right_from: float) -> np.ndarray:
 def extremes(value_B: np.ndarray, right_from: float) -> tuple[float, float]:
   """Returns the values of right and of wrong responses after a flip.
 
-  The first value is for right responses. It is the minimum of all values and 0, or `right_from - 1`
-  if this minimum is not below `right_from`. The second value is for wrong responses. It is the
-  maximum of all values and `right_from`.
+  Let m be the minimum of all values and 0. A right response becomes wrong by the value m, or
+  `right_from - 1` if m is not below `right_from`. A wrong response becomes right by the maximum of
+  all values and `right_from`.
 
   Args:
     value_B: values of the batch's responses with a verdict.

@@ -1,6 +1,6 @@
 """Signals for the section `constraints`: further rewards and costs of responses.
 
-A signal is a number for each response: a property of the response, such as its length, or the
+A signal is a number for each response. It is a property of the response, such as the length, or the
 reward from a further verifier.
 """
 
@@ -57,8 +57,8 @@ class Signals:
 
     Returns:
       Two dicts. The first has each signal, float32 [B], by name. The second has an entry for each
-      response on which a verifier gave no verdict. Its key is the response's index in the batch.
-      Its value names the verifier and the reason.
+      response on which a verifier gave no verdict. The key is the response's index in the batch.
+      The value is a text that names the verifier and the reason.
     """
     verdicts = {
       name: scorer(responses, prompts, finished=stopped) for name, scorer in self._scorers.items()
@@ -78,7 +78,7 @@ class Signals:
     tokens: Sequence[np.ndarray],
     stopped: Sequence[bool],
   ) -> Sequence[float] | np.ndarray:
-    """Returns a signal without a verifier, one number per response."""
+    """Measures a signal of the responses without a verifier."""
     if entry.signal == "truncated":
       return ~np.asarray(stopped, bool)
     if entry.signal == "format":

@@ -1,14 +1,13 @@
 """Verifier with a user's function, named `package.module:function`, in worker processes.
 
 The function takes the text of a response and the record of its prompt: a dict of texts with `id`,
-`question`, `answer`, and the other fields of the data row. The function returns the reward, a bool
-or a number of absolute value up to `LARGEST_REWARD`. A response is right if its reward is at least
-`reward.right_from`.
+`question`, `answer`, and the other fields of the data row. The function returns the reward: a bool,
+a number of absolute value up to `LARGEST_REWARD`, or a text of such a number. A response is right
+if its reward is at least `reward.right_from` (1 if this key is unset).
 
 A call that exceeds the time limit is a timeout. A call that raises an exception or returns any
-other value is a crash. After a timeout or a crash the response has no verdict, so it is neither
-right nor wrong. The function's memory is not limited, since the function may load a model, for
-example.
+other value is a crash. After a timeout or a crash, the response has no verdict, so it is neither
+right nor wrong. The function's memory is not limited, since the function may load a model.
 """
 
 import contextlib
@@ -22,7 +21,8 @@ from gspo_jax.verifiers import pool
 
 OUTCOMES = ("right", "wrong", "timeout", "crash")
 UNKNOWN = ("timeout", "crash")
-# Cached, since `load` searches the working directory, and the user's function may change directory.
+# The function is loaded once, since `load` searches the working directory, and the user's function
+# may change that directory.
 _load = functools.cache(user_code.load)
 
 
