@@ -210,9 +210,8 @@ def make_review(
     The dict has this array only if each segment has an importance ratio.
 
   Args:
-    old_policy: pass of `make_old_policy`. The review calls this pass with the new parameters, so
-      no further program is compiled. Only for R2 is there another program, which replays the old
-      policy's experts.
+    old_policy: pass of `make_old_policy`. The review calls this pass with the new parameters. Only
+      R2 needs a separate program, which replays the old policy's experts.
   """
 
   def replay_pass(params: Any, old_experts_BTlk: jax.Array, inputs: ModelInputs) -> jax.Array:

@@ -6,9 +6,9 @@ same index is right. The function's time must be linear in the length of the res
 
 Let p be `reward.partial`, or 1 if `reward.partial` is 0. A right line has the reward p/n. If the
 verifier accepts the response, the last line has 1 − p more. The additions for format and length
-(shaping.py) are also part of the last line's reward. The sum over the lines is the reward of the response.
-For example, if p = 0.5 and n = 2, an accepted response with two right lines has the rewards 0.25
-and 0.75.
+(shaping.py) are also part of the last line's reward. The sum over the lines is the reward of the
+response. For example, if p = 0.5 and n = 2, an accepted response with two right lines has the
+rewards 0.25 and 0.75.
 """
 
 import hashlib
