@@ -1,6 +1,6 @@
 """Writes the weights of a run as a Hugging Face directory.
 
-  python -m gspo_jax.export RUN DIR [--dtype=bfloat16] [--tokenizer=DIR] [--adapters]
+  python -m gspo_jax.export RUN DIR [--dtype=bfloat16] [--tokenizer=DIR] [--adapters [--base=BASE]]
 
 RUN is a checkpoint or a workdir. If RUN is a workdir, its newest checkpoint of RL is exported, or
 of the cold start if there is none of RL. transformers, vLLM and `--config.weights=DIR` can read
@@ -46,10 +46,11 @@ def export(
   Args:
     run: workdir or checkpoint, as in the key `weights`.
     directory: new or empty directory.
-    dtype: dtype of the written weights.
+    dtype: dtype of the written weights. Adapters are always float32.
     tokenizer: name of the tokenizer; "" for the tokenizer recorded in the run.
     adapters: whether to write PEFT's two files instead of config and weights.
-    base: name of the adapters' base model; "" for the published model that the run started from.
+    base: name of the adapters' base model. "" means the published model that the run started from;
+      no base is written if there is none, or if a cold start trained it further.
 
   Returns:
     The exported checkpoint.
@@ -83,7 +84,7 @@ def export(
       params = checkpoint.load_with_adapters(model, mesh)
       peft.save(directory, params, model, checkpoint.adapters, _base(checkpoint, base))
     else:
-      # `save` reports values above 65504, the largest float16. Float32 keeps them until then.
+      # Float32 keeps values above 65504, the largest float16, so that `save` can refuse them.
       loaded = checkpoint.load(model, mesh, "float32" if dtype == "float16" else dtype)
       hf.save(directory, loaded, model, dtype=dtype, more=ids, like=_published(checkpoint))
   generation = directory / "generation_config.json"
@@ -95,7 +96,10 @@ def export(
 
 
 def _base(checkpoint: RunCheckpoint, name: str = "") -> str:
-  """Returns the name of the adapters' base model; "" if this model is not published."""
+  """Returns the name of the adapters' base model; "" if unknown.
+
+  After a cold start (job sft+rl) the base is a checkpoint of this run, and has no name.
+  """
   if name or checkpoint.config["job"] != "sft+rl":
     return _absolute(name) or _published(checkpoint)
   return ""
@@ -131,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     "--adapters", action="store_true", help="write the adapters alone, in PEFT's format"
   )
   parser.add_argument(
-    "--base", default="", help="base model of the adapters (default: RUN's initial weights)"
+    "--base", default="", help="base model of the adapters (default: RUN's published model)"
   )
   options = parser.parse_args(arguments)
   jax.config.update("jax_platforms", "cpu")
@@ -144,11 +148,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.stderr.write(
       f"{options.directory / peft.CONFIG} names no base model: the adapters belong to the "
       f"checkpoint {origin}. Export that checkpoint by `python -m gspo_jax.export {origin} BASE`, "
-      "and repeat this command with --base=BASE\n"
+      "and repeat this command with a new DIR and --base=BASE\n"
     )
   config = checkpoint.config
   if types := sampler_types(config.get("engine", {}), config.get("compute", {}).get("dtype", "")):
-    sys.stdout.write(f"rollouts and evaluations of the run: {types}\n")
+    sys.stdout.write(f"the run sampled with other dtypes than it trained: {types}\n")
   sys.stdout.write(f"{options.directory}: the weights of {checkpoint.path}\n")
 
 

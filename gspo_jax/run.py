@@ -174,7 +174,7 @@ def open_run(inputs: Inputs) -> Iterator[Run]:
 def rehearse(inputs: Inputs) -> list[float]:
   """Runs the checks of `open_run` without writing; returns the scores of `try_rewards`.
 
-  Raises ValueError as `open_run` does.
+  Raises ValueError as `open_run` does, but does not compare the configuration of the workdir.
   """
   config, workdir = inputs.config, inputs.workdir
   if workdir is not None:
@@ -236,9 +236,9 @@ def open_scoring(
   """Opens scorers and signals on the first host.
 
   Args:
-    sections: dict from name of a verifier to the section `reward` with this verifier's settings.
+    sections: one section for each verifier of the run and its benchmarks, by the verifier's name.
     constraints: section with the signals.
-    reward: section `reward` of the run. Signals of verifiers take their settings from it.
+    reward: section `reward` of the configuration, for signals that are verifiers.
 
   Raises:
     ValueError: a verifier cannot start.

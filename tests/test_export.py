@@ -43,7 +43,7 @@ def test_a_run_as_others_read_it(trained, tmp_path, capsys):
   workdir, params, model = trained
   export.main([str(workdir), str(tmp_path / "out"), "--dtype=float32"])
   types, weights = capsys.readouterr().out.splitlines()
-  assert types == "rollouts and evaluations of the run: engine.cache_dtype=int8"
+  assert types == "the run sampled with other dtypes than it trained: engine.cache_dtype=int8"
   assert weights.endswith(f"the weights of {workdir}/checkpoints/sft/2")
   exported, config = hf.load(tmp_path / "out")
   assert config == model and jax.tree.all(jax.tree.map(np.array_equal, exported, params))

@@ -124,7 +124,7 @@ def outcome(result: Result) -> str:
 def table(results: list[Result]) -> str:
   """Least, median and largest of all seeds, per precision."""
   lines = [
-    "| | updates to the cold start's target loss | accuracy after it | GSPO iteration 10 | 20 | 40 "
+    "| | updates of SFT | accuracy after SFT | GSPO iteration 10 | 20 | 40 "
     f"| ended at {END} or above |",
     "| --- | --- | --- | --- | --- | --- | --- |",
   ]

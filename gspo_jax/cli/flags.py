@@ -66,11 +66,12 @@ try:
     None,
     "Configuration: its name, e.g. tiny, or the path of a file.",
     # Flags may set keys that are not in the file: options of a user's own functions, and entries of
-    # a section such as `data.template_arguments`. `parse` refuses all other unknown keys.
+    # a section such as `data.template_arguments`. `_check_keys` refuses all other unknown keys.
     lock_config=False,
     accept_new_attributes=True,
   )
-except (flags.Error, UnicodeError) as error:  # A file of --flagfile is missing or malformed.
+except (flags.Error, UnicodeError) as error:
+  # ml_collections reads the command line here. A file of --flagfile is missing or malformed.
   flagfiles = [argument for argument in sys.argv if "flagfile" in argument]
   refuse(ValueError(f"{' '.join(flagfiles)}: {str(error).removeprefix('ERROR:: ')}"))
 
@@ -115,10 +116,9 @@ def read_config_file(name: str) -> dict[str, Any]:
     lines = [
       f":{x.lineno}" for x in traceback.extract_tb(error.__traceback__) if x.filename == path
     ]
-    reason = f"{type(error).__name__}: {error}"
     raise ValueError(
-      f"--config={name}: {path}{(lines or [''])[-1]}: {reason}; its get_config() must return a "
-      "ConfigDict"
+      f"--config={name}: {path}{(lines or [''])[-1]}: {type(error).__name__}: {error}; the "
+      "file's get_config() must return a ConfigDict"
     ) from error
 
 

@@ -43,7 +43,8 @@ def make_meshes(config: RunConfig, devices: list[Any] | None = None) -> Meshes:
     devices: devices of the meshes; None for all devices of the run.
 
   Raises:
-    ValueError: there are too few devices, or a weight does not divide over a mesh axis.
+    ValueError: there are too few devices, a weight does not divide over a mesh axis, or the model
+      or the devices do not support `compute.attention`.
   """
   trainer, sampler = sharding.make_meshes(config.mesh, config.rollout_mesh, devices)
   rollout = sharding.rollout_rules(config.mesh, sampler, config.model.num_experts)
@@ -104,8 +105,8 @@ def check_memory(
   count, _ = transformer.count(config.model)
   adapters = config.job in ("rl", "offline") and config.lora.rank
   trained = config.job != "eval" and not adapters
-  # In float32, a parameter with its gradient and two moments takes 16 bytes. A frozen parameter
-  # takes 4 bytes. Published weights are read in float32 even if they are used in bfloat16.
+  # In float32, a trained parameter with its gradient and two moments takes 16 bytes. The policy's
+  # other parameters take 4 bytes, since they are read in float32 even if used in bfloat16.
   needed = count * (16 if trained else 4)
   if config.has_iterations and config.critic.name == "model":
     needed += 16 * count

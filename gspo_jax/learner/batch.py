@@ -1,7 +1,7 @@
 """Turns a rollout into the mini-batches of an iteration, and maps arrays back to rollout order.
 
-A token is older if it was sampled by the weights of an earlier iteration. A unit is a segment of a
-response (sampling/parts.py). Each unit has its own importance ratio.
+A token is older if it was sampled by weights of another version, from an earlier iteration. A unit
+is a segment of a response (sampling/parts.py). Each unit has its own importance ratio.
 """
 
 import dataclasses
@@ -79,12 +79,12 @@ def shares_prompts(c: RunConfig, rollout: Rollout, older: bool) -> bool:
   In conversations (`environment.name`), the first tokens may differ. In all other runs, only the
   sampler's experts may differ, since different weights may prefill the prompt for responses of one
   group: if a resumed partial rollout prefills again, or if servers load new weights in a run with
-  lag. The engine does not affect the result, so recorded batches (`rl.replay`) give equal updates.
+  lag. `engine.name` is not read, so a replay of recorded batches (`rl.replay`) makes equal updates.
 
   Args:
     older: result of `has_older`.
   """
-  # If there is a lag but no R3, `sampler_experts` excludes the experts of older tokens.
+  # In a run with lag, only R3 reads the experts of older tokens.
   may_differ = c.rl.partial or (c.objective.replay == "R3" if c.rl.lag else older)
   return not c.environment.name and not (may_differ and rollout.routing is not None)
 
@@ -302,7 +302,7 @@ def minibatches(
   packed: bool,
   response_tokens: int = 0,
 ) -> list[TrainBatch]:
-  """Splits a batch into mini-batches of whole groups, on the devices.
+  """Splits a batch into mini-batches of whole groups, and moves them to the devices.
 
   If the batch has fewer than `prompts` groups, empty groups are spread evenly over mini-batches.
 

@@ -299,16 +299,14 @@ def _step(
   first sum is divided by the second. So the number of micro-batches affects memory only. An
   exception is the load-balance loss, a product of two means over a micro-batch.
 
-  If the gradient is 0, the state is unchanged, since Adam would otherwise apply its momentum. The
-  metric `updates_skipped` counts non-finite updates. If `on_nonfinite=stop`, it also counts all
-  later updates.
+  If the gradient is 0, the state is unchanged, since Adam would otherwise apply its momentum.
+  `updates_skipped` counts non-finite updates. If `on_nonfinite=stop`, it also counts later ones.
 
   Args:
     numerator: function of (parameters, i, **constants) -> (numerator of micro-batch i, metrics).
     apply, apply_to_critic: `Optimizer.update` of policy and critic. None means no critic.
     relative_weight: function of (batch, hyperparameters) -> the denominator of the policy's loss,
-      divided by that of the critic's loss. The critic's numerator is multiplied by this ratio,
-      because the sum of both numerators is divided by the policy's denominator.
+      divided by that of the critic's. Multiplies the critic's numerator before the division.
   """
   gradient = jax.grad(numerator, has_aux=True)
 

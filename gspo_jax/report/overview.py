@@ -136,8 +136,8 @@ def assess_reward(rows: Rows) -> tuple[str, str, str]:
   two iterations. The reward changed if the means differ by more than SIGNIFICANT standard errors.
   The standard deviation of an iteration's reward is the larger of two estimates. The first estimate
   uses the differences between successive iterations, since a trend hardly affects them. But it is
-  too small if noise is similar in successive iterations. So the second estimate uses the variances
-  within the two tenths.
+  too small if the noise of successive iterations is correlated. So the second estimate uses the
+  variances within the two tenths.
   """
   rewards = _finite(rows, "reward/mean")
   if len(rewards) < 6:
@@ -158,8 +158,8 @@ def assess_loss(rows: Rows, flat: Mapping[str, Any]) -> tuple[str, str, str]:
   """Returns state, answer and reason of a cold start.
 
   The loss on held-out demonstrations is assessed like a reward with the opposite sign, and compared
-  with `sft.target_loss`. If there is no such loss, the training loss is assessed, but not compared
-  with the target.
+  with `sft.target_loss`. Without held-out demonstrations, the training loss is assessed, but not
+  compared with the target.
   """
   held_out = _finite(rows, "held_out_loss")
   name, values = ("held-out loss", held_out) if held_out else ("loss", _finite(rows, "loss"))
@@ -187,11 +187,11 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
   - a gradient of 0 in all rows, if there are at least three rows
   - skipped updates in each of the last three rows, or in all rows if there are fewer
 
-  The answer is "Look closer" after other skipped updates, after earlier alarms, and if all groups
-  of all rows have equal rewards.
+  The answer is "Look closer" after other skipped updates, after earlier alarms, and if in all rows
+  the gradient is 0 or rewards do not differ within any group.
   """
-  rows = by_phase["rl"]  # Step 0 only evaluates.
-  trained = [row for row in rows or by_phase["sft"] if row["step"] > 0]
+  rows = by_phase["rl"]
+  trained = [row for row in rows or by_phase["sft"] if row["step"] > 0]  # Step 0 only evaluates.
   # Cumulative numbers of skipped updates. A resumed run may count from 0 again.
   counts = [row.get("updates_skipped") or 0 for row in trained]
   skipped = [b - a if b >= a else b for a, b in itertools.pairwise([0, *counts])]
@@ -277,7 +277,7 @@ def _fast(by_phase: ByPhase) -> Row:
 
 
 def _nothing_yet(by_phase: ByPhase, missing: str) -> tuple[str, str, str]:
-  """Returns state, answer and reason for a run without training rows.
+  """Returns state, answer and reason if rows for an answer are missing.
 
   missing: what the run needs for an answer, such as "iterations".
   """

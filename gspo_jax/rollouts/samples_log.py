@@ -9,7 +9,7 @@ from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.rollouts.collector import Collected
 from gspo_jax.sampling.transcript import transcripts
 
-# Once an iteration's records exceed this number of tokens, records have no values of single tokens.
+# After this number of tokens in an iteration, records have no ids and values of single tokens.
 TOKENS = 200_000
 
 
@@ -30,7 +30,7 @@ def rollout_records(
   records, token_count = [], 0
   advantages = arrays.get("advantage_B", collected.advantage_PG.reshape(-1))
   for row, used_L in enumerate(used_BL):
-    if not used_L.any():  # For example, a blank response of a recorded group.
+    if not used_L.any():  # Padding of a recorded group, for example.
       continue
     tokens = {name: x_BL[row][used_L] for name, x_BL in arrays.items() if x_BL.ndim == 2}
     advantage = tokens["advantage_BT"].mean() if "advantage_BT" in tokens else advantages[row]
@@ -41,7 +41,7 @@ def rollout_records(
     if single_turn:  # The records of single turns can be training data (data/recorded.py).
       record["prompt_ids"] = rollout.tokens[row, : rollout.prompt_lengths[row]].tolist()
     if token_count <= TOKENS:
-      # Token ids are logged, too, since encoding the text again may give different tokens.
+      # Encoding the text again may give different tokens, so ids are logged, too (single turns).
       record |= dict(response_ids=ids_X) if single_turn else {}
       record |= dict(tokens=[texts[i] for i in ids_X]) | _token_columns(tokens)
     records.append(record)

@@ -68,7 +68,7 @@ class Format:
 def check_template(template: str) -> None:
   """Raises DataError unless {question} is the only field of a template.
 
-  Braces that follow a command, `^`, `_` or other braces are LaTeX, not fields.
+  Braces directly after a letter, a digit, `_`, `^`, `}` or `]` are LaTeX, not fields.
   """
   if "{question}" not in template:
     raise DataError(f"data.prompt_template={template!r} must contain {{question}}")
@@ -76,8 +76,8 @@ def check_template(template: str) -> None:
   if others:
     raise DataError(
       f"data.prompt_template={template!r}: only {{question}} is filled, and not {{{min(others)}}};"
-      f" set data.question_field to a template of several fields, or write {{ {min(others)} }} for"
-      " literal braces"
+      f" set data.question_field to a template of several fields. For literal braces write"
+      f" {{ {min(others)} }}, with spaces"
     )
 
 
@@ -185,8 +185,8 @@ class DataConfig:
   )
   carry_errors: Fraction = key(
     0.5,
-    "probability of forgetting a carry, for each carry in a demonstration of arithmetic or "
-    "recurrence, and in the steps of calculator that do not call the calculator",
+    "probability of forgetting a carry, for each carry in a demonstration of arithmetic, of "
+    "recurrence, or of a step of calculator without a tool call",
   )
   skipped_work: Fraction = key(
     0.0,

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from gspo_jax.system.accelerators import Chip
 
-# Number of copies of the left factor's tile in vector memory, beside the tile's two buffers. The
-# largest number that we observed is 1.2.
+# Memory that the compiler takes for the left factor beside its two buffers, in units of its tile.
+# The largest measured value is 1.2.
 COPY = 1.25
 Tiles = tuple[int, int, int]
 
@@ -26,10 +26,9 @@ def product_tiles(
   out_size: int,
   memory: int = Chip.vector_memory,
 ) -> tuple[Tiles, int]:
-  """Returns tiles of grouped products, and their bytes.
+  """Returns tiles of grouped products, and the bytes moved by them (`_best`).
 
-  A product is [rows, inner] @ [inner, outer]; each group of rows has a separate matrix. The tiles
-  are those with the fewest bytes.
+  A product is [rows, inner] @ [inner, outer]; each group of rows has a separate matrix.
 
   Args:
     groups: number of groups.
@@ -39,7 +38,8 @@ def product_tiles(
 
   def traffic(tm, tk, tn):
     # The kernel loops over tiles of columns, of rows and of the inner width, outermost first. If
-    # one tile has the whole inner width, consecutive tiles of a group's rows share its matrix.
+    # one tile has the whole inner width, a tile of rows or of a group's matrix that the next visit
+    # needs again is not read again.
     visits = _visits(rows, groups, tm)
     matrix_reads = groups if tk >= inner else visits
     column_tiles = -(-outer // tn)
@@ -64,10 +64,9 @@ def outer_tiles(
   out_size: int,
   memory: int = Chip.vector_memory,
 ) -> tuple[Tiles, int]:
-  """Returns tiles of sums of outer products, and their bytes.
+  """Returns tiles of sums of outer products, and the bytes moved by them (`_best`).
 
-  A sum is [inner, rows of a group] @ [rows of a group, outer], one for each group. The tiles are
-  those with the fewest bytes.
+  A sum is [inner, rows of a group] @ [rows of a group, outer], one for each group.
 
   out_size: bytes written per element of a sum, plus those read if the sum is added to a total.
   """
@@ -83,12 +82,13 @@ def outer_tiles(
 
 
 def _best(rows, inner, outer, groups, traffic, footprint, memory) -> tuple[Tiles, int]:
-  """Returns the tiles with the fewest bytes, and these bytes.
+  """Returns the candidate with the fewest moved bytes, and these bytes.
 
-  Only tiles whose footprint is at most `memory` are candidates.
+  A candidate has a footprint of at most `memory`. Its rows are the largest possible, or at most
+  256. Widths below 3 units of 128 stall products, so they are tried only if no wider tile fits.
   """
   most = math.gcd(rows, 512)
-  for least in (3, 1):  # Widths below 3 units of 128 stall products, so they come second.
+  for least in (3, 1):
     tiles = [
       (tm, tk, tn)
       for tm in sorted({most, min(most, 256)})
@@ -107,7 +107,10 @@ def _best(rows, inner, outer, groups, traffic, footprint, memory) -> tuple[Tiles
 
 
 def _visits(rows: int, groups: int, tm: int) -> int:
-  """Returns the maximum number of visits. A tile of rows has one visit for each group in it."""
+  """Returns the maximum number of visits over all sizes of the groups.
+
+  A tile of rows has one visit for each group in it.
+  """
   return -(-rows // tm) + groups - 1
 
 
