@@ -99,10 +99,11 @@ class Instruction:
     """Returns the instructions of a conditional's expected branch.
 
     The expected branch is the first one with cuDNN's attention. If no branch has cuDNN's attention,
-    it is the branch for a false condition, which is listed first.
+    it is the branch for a false condition.
     """
     listed = re.search(r"branch_computations=\{([^}]*)\}", self.attributes)
     names = re.findall(r"[\w.\-]+", listed[1]) if listed else []
+    # `branch_computations` begins with the branch for a false condition, too.
     names = names or [self.called("false_computation"), self.called("true_computation")]
     bodies = [[*self.module.computations.get(name, {}).values()] for name in names]
     return next((body for body in bodies if any(x.cudnn for x in body)), bodies[0])
@@ -169,15 +170,15 @@ def _array(dtype: str, dims: str, layout: str) -> Array:
   Args:
     dtype: e.g. "bf16".
     dims: e.g. "8,128".
-    layout: dimensions from the fastest-varying to the slowest, tile and memory space; for example
-      "1,0:T(8,128)S(1)". Each part may be missing.
+    layout: e.g. "1,0:T(8,128)S(1)". This is the order of the dimensions (fastest-varying first),
+      the tile, and the memory space. Each part may be missing.
   """
   sizes = [int(n) for n in dims.split(",") if n]
   itemsize = 1 if dtype.startswith("f8") else _BYTES.get(dtype, 4)
   order, _, tiling = layout.partition(":")
   space = re.search(r"S\((\d+)\)", tiling)
   tile = re.search(r"T\(([\d,]+)\)", tiling)
-  # Dimensions in memory, outermost first. A tile covers the last of them.
+  # Dimensions in memory, outermost first. A tile with n sides covers the last n dimensions.
   physical = [sizes[int(i)] for i in reversed(order.split(",")) if i] if order else list(sizes)
   if tile and physical:
     sides = [int(n) for n in tile[1].split(",")][-len(physical) :]

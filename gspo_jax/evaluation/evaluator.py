@@ -54,7 +54,7 @@ class Round(NamedTuple):
 def workload(c: EvalConfig, temperature: float, **requests: Any) -> Workload:
   """Returns the engine's workload for an evaluation.
 
-  requests: all fields of `Workload` except `sampling`.
+  requests: further fields of `Workload`.
   """
   sampling = SamplingConfig(temperature, c.top_k, c.top_p, max_new_tokens=c.max_new_tokens)
   return Workload(sampling, **requests)
@@ -94,7 +94,8 @@ class Evaluator:
       key: result of `self.key` for these weights. An interrupted evaluation with this key is
         resumed.
       step: step of the weights, for the names of result files.
-      alone: whether the process only evaluates. If so, progress mentions the compilation.
+      alone: whether the process only evaluates. If so, progress begins with the compilation, which
+        a training process has done before.
 
     Returns:
       Metrics by name, and a record of each response except those of greedy decoding.
@@ -158,8 +159,8 @@ class Evaluator:
     """Samples and scores a round, except for problems in the log.
 
     Returns:
-      A dict with `records` of all responses, problem by problem, the counts of `outcomes`, and the
-      `seconds` of each stage.
+      A dict with three entries. `records` has all responses, ordered by problem. `outcomes` has
+      counts, and `seconds` the time of each stage.
     """
     name = f"{sampling_round.benchmark.name}/{sampling_round.role}/{sampling_round.samples}"
     chunks = log.find(name)
@@ -226,8 +227,8 @@ class Evaluator:
       workers=self.environment.workers if multi_turn else 0,
       time_limit_s=time_limit(environment),
     )
-    # Problems already in the log have groups too, so that every sample keeps its number. Samples of
-    # equal prompts are numbered together, and random numbers depend on a sample's number.
+    # Random numbers depend on a sample's number. Problems with equal prompts share one count, so
+    # problems already in the log have groups too: every sample then keeps its number.
     groups = new_groups(
       problems,
       sampling_round.samples,

@@ -24,7 +24,7 @@ def family(config: ModelConfig) -> Family:
 
 
 def names(config: ModelConfig) -> dict[str, tuple[str, str]]:
-  """Returns a dict: parameter -> (name, axes) of its tensor in published files."""
+  """Returns a dict: parameter -> (name, axes) of its tensor in Hugging Face's files."""
   return NAMES | dict(family(config).names)
 
 
@@ -51,7 +51,10 @@ def differences(stored: Mapping[str, Any], model: ModelConfig) -> list[str]:
 
 
 def _flat(section: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-  """Returns a dict of a section's values by name, "group.field" in a group. Lists become tuples."""
+  """Returns a section's values by name.
+
+  A value inside a group has the name "group.field". Lists become tuples.
+  """
   values = {}
   for key, value in section.items():
     value = tuple(value) if isinstance(value, list) else value

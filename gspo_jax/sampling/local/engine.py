@@ -23,8 +23,8 @@ class LocalEngine:
     compute: the trainer's compute settings; `config.dtype`, if set, overrides their dtype.
     publish: function from the trainer's parameters to parameters in the sampler's layout and dtype.
     detokenize: function from token ids to text, for stop strings; None if there are none.
-    stepped: function to call after each `step` with `config.steps`, the maximum number of decode
-      steps in a `step`. None if there is no such function.
+    stepped: function that `step` calls at its end. The argument is `config.steps`, the maximum
+      number of decode steps in one call of `step`. None if there is no such function.
   """
 
   loads_beside_steps = False  # Two threads must not start collectives on the same devices.

@@ -10,7 +10,7 @@ from gspo_jax.verifiers.mathematics.nodes import Pieces, Region, Relation, Scala
 
 Same = Callable[[object, object], bool]  # `equal.same_answer`.
 _OPPOSITE = {"even": "odd", "odd": "even", "rational": "irrational", "irrational": "rational"}
-_MAX_PIECES = 16  # Conditions of more pieces are not compared as sets.
+_MAX_PIECES = 16  # Functions with more pieces match piece by piece only.
 
 
 def same(gold, ours, same_answer: Same) -> bool:
@@ -89,7 +89,7 @@ def _same_condition(first, second, same_answer: Same) -> bool:
 
 
 def _same_function(first: tuple, second: tuple, same_answer: Same) -> bool:
-  """Whether two functions of one variable have one domain, and agree on all of it.
+  """Whether two functions of one variable have the same domain and the same values.
 
   Each piece of one function is compared with each piece of the other, where both conditions hold.
   """
@@ -142,7 +142,7 @@ def _same_on(value, other, region: sp.Set, variable: sp.Symbol, same_answer: Sam
 
 
 def _evaluate(value, point: dict):
-  """Returns an expression at a point. Other values, such as pairs, are returned unchanged."""
+  """Returns an expression at a point. Values that are not expressions are returned unchanged."""
   if not isinstance(value, Scalar):
     return value
   return dataclasses.replace(value, value=sp.sympify(value.value.subs(point)))
