@@ -118,7 +118,8 @@ def resolve_config_flags(argv: Sequence[str]) -> list[str]:
 def begin(argv: Sequence[str]) -> None:
   """Begins a run: handles signals and --help, checks packages, and prints a greeting.
 
-  Ends the process after --help, and if arguments, a package or the file of --config are missing.
+  Ends the process after --help, without any argument, and if a package or the file of --config is
+  missing.
 
   argv: command line, the program's name included.
   """
@@ -135,7 +136,10 @@ def begin(argv: Sequence[str]) -> None:
 
 
 def begin_command(extra: str) -> None:
-  """Begins another command: handles signals, and checks an extra's packages."""
+  """Begins a command other than a run, as `begin` begins a run.
+
+  extra: extra of setup.py with the packages of the command.
+  """
   stops.begin("ended; its output may be incomplete")
   _require_packages(extra)
 
@@ -149,7 +153,10 @@ def _require_packages(extra: str) -> None:
 
 
 def first_error(arguments: Sequence[str]) -> str:
-  """Returns an error message for missing arguments or files, else ""."""
+  """Returns an error message for wrong arguments, else "".
+
+  Arguments are wrong if there are none, or if --config names no file.
+  """
   if not arguments:
     names = ", ".join(config_names())
     return f"--config must be given: {names}, or the path of a file; --help has more"
@@ -209,7 +216,10 @@ def console() -> None:
 
 
 def _flag_values(arguments: Sequence[str]) -> dict[str, str]:
-  """Returns the values of flags written as --flag=value, by flag."""
+  """Returns the values of flags written as --flag=value, by flag.
+
+  The value of other arguments is "".
+  """
   return dict(argument.lstrip("-").partition("=")[::2] for argument in arguments)
 
 

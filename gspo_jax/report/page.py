@@ -102,7 +102,7 @@ def read_metrics(path: Path) -> list[Row]:
   """Reads the rows of metrics.jsonl.
 
   Raises:
-    ValueError: a row has an unknown phase, or a value is not a number.
+    ValueError: a row has an unknown phase, or a value is neither a number nor null.
   """
   rows = metrics.read_rows(path)
   for row in rows:

@@ -11,7 +11,9 @@ from gspo_jax.settings.training import ProfileConfig
 
 
 class Profiler:
-  """Writes the trace configured in section `profile`. Serves live profiles at `profile.port`.
+  """Writes the trace configured in section `profile`, and serves live profiles.
+
+  There is no server if `profile.port` is 0.
 
     with profiler("update", iteration):
       for batch in batches:
@@ -40,7 +42,7 @@ class Profiler:
   def __call__(self, stage: str, iteration: int) -> Iterator[None]:
     """Traces the block if section `profile` selects its stage and iteration.
 
-    The trace ends with the block, or earlier after `profile.steps` steps (see `count`).
+    The trace ends with the block, or earlier by `count`.
     """
     if (stage, iteration) != (self._config.stage, self._config.iteration):
       yield
@@ -53,12 +55,13 @@ class Profiler:
       self._stop()
 
   def count(self, stage: str, steps: int, result: Any = None) -> None:
-    """Counts dispatched steps, and ends the trace after `profile.steps` steps.
+    """Counts dispatched steps. Ends the trace of a single stage after `profile.steps` steps.
 
     Args:
       stage: stage of the steps.
       steps: number of dispatched steps.
-      result: arrays of the last step. The trace ends when they are computed. None to end at once.
+      result: arrays of the last step. The trace's end waits until they are computed. None means
+        that it waits for nothing.
     """
     if self._remaining is None or stage != self._config.stage or not self._config.steps:
       return

@@ -196,8 +196,8 @@ class LoraConfig:
   alpha: PositiveFloat = key(32.0, "adapters are multiplied by alpha / rank")
   matrices: tuple[Matrix, ...] = key(
     typing.get_args(Matrix),
-    "matrices with adapters, in layers and in experts, by PEFT's names. q_proj includes the gates "
-    "of attention.",
+    "matrices with adapters, in layers and in experts, by PEFT's names. In families with gated "
+    "attention, q_proj includes these gates.",
   )
   adapter: str = key(
     "", 'initial adapters: PEFT directory, local or gs://... | OWNER/NAME@COMMIT | "": new adapters'
@@ -241,7 +241,7 @@ class OptimizerConfig:
   weight_decay: NonNegativeFloat = key(
     0.0,
     "decoupled weight decay of all weights except norms, biases, convolutions and the decays of "
-    "linear attention. The small changes by RL need none.",
+    "linear attention. RL changes weights so little that it needs no decay.",
   )
   clip_norm: NonNegativeFloat = key(1.0, "largest norm of the whole gradient; 0: no bound")
   router_rate: NonNegativeFloat = key(
@@ -266,8 +266,8 @@ class CheckpointConfig:
   )
   every_minutes: NonNegativeFloat = key(
     30.0,
-    "minutes since the last checkpoint after which the next step ends with a checkpoint; 0: "
-    "checkpoints only every `every` steps",
+    "a checkpoint also follows the first step that ends this many minutes after the last "
+    "checkpoint; 0: checkpoints only every `every` steps",
   )
   keep: PositiveInt = key(2, "number of newest checkpoints to keep")
   keep_every: NonNegativeInt = key(
@@ -315,8 +315,8 @@ class AlarmConfig:
   )
   reward: NonNegativeFloat = key(
     0.2,
-    "largest fall of the mean reward below its maximum, as a share of the range of all rewards so "
-    "far. Each mean is over ten iterations.",
+    "largest fall of the reward's running mean, over ten iterations, below the maximum of this "
+    "running mean. The unit is the range of all rewards so far.",
   )
   unknown: Fraction = key(
     0.01, "largest share of responses without a verdict. Updates mask these responses."
@@ -334,8 +334,8 @@ class ProfileConfig:
   stage: Literal["all", "sample", "update"] = key("all", "traced stage of the iteration")
   steps: NonNegativeInt = key(
     0,
-    "number of traced updates or decoding steps; 0: the whole stage. Decoding steps are rounded "
-    "up to a multiple of engine.steps.",
+    "number of traced updates or decoding steps of a single stage; 0: the whole stage. Decoding "
+    "steps are rounded up to a multiple of engine.steps.",
   )
   port: Annotated[int, Range(0, 65_535)] = key(0, "port of an XProf server on each host; 0: none")
 

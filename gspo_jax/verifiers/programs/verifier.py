@@ -3,8 +3,8 @@
 Each candidate program has a separate sandbox (sandbox/isolation.py), and each test has a separate
 process in the sandbox. The sandbox sends the printed text, or the returned value as JSON. This
 process compares the text or value with the expected output, in linear time and memory (cases.py).
-So the sandbox never has the expected output. It reads only a maximum length derived from the
-expected output, after the program's end.
+So the sandbox never has the expected output. After the program's end it is told only how long the
+output may be, which depends on the expected output.
 
 Assertions in Python (HumanEval's `check(candidate)`) run in a second sandbox. There `candidate` is
 a stub, which sends its arguments to the program's sandbox and receives the value. So no code of the
@@ -33,7 +33,7 @@ TOLERANCE = 1e-6  # The usual tolerance of programming contests.
 
 
 class Outcome(enum.StrEnum):
-  """Outcome of a response: all tests passed, or the first failure."""
+  """Outcome of a response; of several failures, the first one."""
 
   RIGHT = "right"  # The program passed all tests.
   WRONG = "wrong"  # The program had a wrong output, or failed an assertion.
@@ -41,7 +41,7 @@ class Outcome(enum.StrEnum):
   ERROR = "error"  # An exception or signal, no result, or too much output.
   TIMEOUT = "timeout"  # The program took too much CPU or wall-clock time.
   MEMORY = "memory"  # The program needed too much memory.
-  CRASH = "crash"  # The verifier or the tests failed: no verdict on the program.
+  CRASH = "crash"  # The verifier raised, or the tests are invalid: no verdict.
 
 
 OUTCOMES = tuple(Outcome)
@@ -98,7 +98,7 @@ class CodeVerifier(contextlib.AbstractContextManager):
     self._limits, self._tolerance = limits, tolerance
     self._threads = concurrent.futures.ThreadPoolExecutor(workers, "code_verifier")
     self._open: set[Sandbox] = set()  # Sandboxes in use.
-    self._kills = 0  # Number of calls of `_kill`. Work submitted before the last call must end.
+    self._kills = 0  # Number of calls of `_kill`. Each call stops all work submitted before it.
     self._submitted = threading.local()  # Per thread: `_kills` when its work was submitted.
 
   def score(self, responses: Sequence[str], answers: Sequence[str]) -> list[Outcome]:
