@@ -31,7 +31,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       chat_template=False,  # The cold start teaches the template above instead.
       max_prompt_tokens=41,  # Length of the longest prompt.
     ),
-    reward=dict(name="math"),  # The verifier evaluates the expression.
+    reward=dict(name="math", workers=1),  # The verifier evaluates the expression.
     sampling=dict(max_new_tokens=16),  # "(41 + 19) / 5" and the stop token take 13 tokens.
     # After these updates a quarter of the samples is right. RL needs some right samples.
     sft=dict(steps=40, batch=16),

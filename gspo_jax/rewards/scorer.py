@@ -215,6 +215,7 @@ def open_scorer(config: RewardConfig) -> Iterator[Scorer]:
   unknown = getattr(verifier, "UNKNOWN", ("crash",))
   right_lines = lines.line_verifier(verifier, config.name) if config.per_line else None
   keys = inspect.signature(verifier.open_verifier).parameters
+  config = dataclasses.replace(config, workers=max(1, config.workers))
   with verifier.open_verifier(**{key: getattr(config, key) for key in keys}) as verify:
     scorer = functools.partial(_score, config, verifier.OUTCOMES, unknown, verify, right_lines)
     scorer.notes = getattr(verify, "notes", {})

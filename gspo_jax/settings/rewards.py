@@ -47,8 +47,8 @@ class RewardConfig:
     "`correct` is at least 1. If the environment has no such metric, a conversation is right if "
     "its rewards sum to more than 0.",
   )
-  workers: Annotated[int, Range(1, 1024)] = key(
-    1, "number of processes of the verifiers math and code, and of your own functions"
+  workers: Annotated[int, Range(0, 1024)] = key(
+    0, "number of processes of the verifiers math and code, and of your own functions; 0: one"
   )
   time_limit_s: TimeLimit = key(
     1.0,

@@ -475,7 +475,7 @@ DATA_WARNINGS = (
     "some of them", lambda c, facts: 0 < facts.demonstrations < c.sft.batch, "CHANGELOG"),
   DataRule("{reward.workers} × {reward.memory_mb} are more than this machine's memory of "
     "{facts.memory_mb:} MiB; lower one of them", lambda c, facts: c.reward.name == "code"
-    and c.reward.workers * c.reward.memory_mb > facts.memory_mb, "CHANGELOG"),
+    and max(1, c.reward.workers) * c.reward.memory_mb > facts.memory_mb, "CHANGELOG"),
   DataRule("{distributed}: this is the only process; start the command on every host",
     lambda c, facts: c.distributed and facts.processes == 1, "docs/running.md: two alone"),
   DataRule("{tokenizer}, {weights}: these weights have their own tokenizer; leave tokenizer empty",

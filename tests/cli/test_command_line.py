@@ -319,7 +319,7 @@ REFUSED = {
   r"reward\.per_line=True: reward\.name='arithmetic' scores whole": {
     "reward__per_line": True, "objective__name": "gspo_token",
   },
-  r"reward\.workers=0 must be at least 1": {"reward__workers": 0},
+  r"reward\.workers=-1 must be at least 0": {"reward__workers": -1},
   r"eval\.benchmarks\.one: the problem .* has no numeric rating": {
     "eval__benchmarks__one__data": "arithmetic:heldout", "eval__benchmarks__one__rating": True,
   },
