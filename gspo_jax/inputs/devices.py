@@ -105,8 +105,8 @@ def check_memory(
   count, _ = transformer.count(config.model)
   adapters = config.job in ("rl", "offline") and config.lora.rank
   trained = config.job != "eval" and not adapters
-  # In float32, a trained parameter with its gradient and two moments takes 16 bytes. The policy's
-  # other parameters take 4 bytes, since they are read in float32 even if used in bfloat16.
+  # A trained parameter with its gradient and two moments takes 16 bytes in float32. If there are
+  # adapters or no training, a parameter takes 4 bytes. Float32 is the type in which it is read.
   needed = count * (16 if trained else 4)
   if config.has_iterations and config.critic.name == "model":
     needed += 16 * count

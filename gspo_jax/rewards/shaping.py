@@ -76,8 +76,8 @@ def flipped(
 ) -> np.ndarray:
   """Chooses verdicts to flip, bool [B].
 
-  The choice depends only on the gold answer and the response's text. So equal responses to a prompt
-  have equal verdicts, as if a real verifier were unreliable.
+  Chance depends on the gold answer and the response's text alone. So equal responses to a prompt
+  have equal verdicts, as from a real verifier, which errs again on the same text.
 
   Args:
     correct_B: whether each response is right.
@@ -97,11 +97,11 @@ def reaches(value_B: np.ndarray, right_from: float) -> np.ndarray:
 
 
 def extremes(value_B: np.ndarray, right_from: float) -> tuple[float, float]:
-  """Returns the values of right and of wrong responses after a flip.
+  """Returns the values of a right and of a wrong response after a flip.
 
-  Let m be the minimum of all values and 0. A right response becomes wrong by the value m, or
-  `right_from - 1` if m is not below `right_from`. A wrong response becomes right by the maximum of
-  all values and `right_from`.
+  A response that was right gets the minimum of all values and 0. If this minimum is not below `right_from`,
+  it gets `right_from - 1`. A response that was wrong gets the
+  maximum of all values and `right_from`.
 
   Args:
     value_B: values of the batch's responses with a verdict.

@@ -23,7 +23,7 @@ def load(name: str, label: str) -> Callable[..., Any]:
   """
   module, _, function = name.partition(":")
   if (directory := os.getcwd()) not in sys.path:
-    sys.path.append(directory)  # `python -m` also imports modules from the working directory.
+    sys.path.append(directory)  # `python -m` does so; `gspo-jax` does not.
   try:
     imported = importlib.import_module(module)
     exists = hasattr(imported, function)  # True also if the module's __getattr__ returns a value.

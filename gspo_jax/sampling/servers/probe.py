@@ -77,7 +77,8 @@ class Part:
   version: np.ndarray  # Weight version of each token, int32 [n].
   stopped: bool  # Whether a stop token ended the continuation.
   aborted: bool  # Whether an abort request ended the continuation.
-  # Experts of every input token, [tokens of the call + n - 1, l, k]; None if not requested.
+  # Experts of the call's tokens and of all new tokens except the last, [call + n - 1, l, k]. None if
+  # not requested.
   experts: np.ndarray | None = None
 
 
@@ -154,7 +155,7 @@ def check_part(part: Part, call: Call, model: ModelConfig, oldest: int, newest: 
 def _read_experts(
   choice: Mapping[str, Any], call: Call, part: Part, model: ModelConfig
 ) -> np.ndarray:
-  """Returns experts [input tokens, l, k] of MoE layers, in the storage dtype."""
+  """Returns the experts of a part (`Part.experts`) in the storage dtype."""
   if choice.get("routed_experts") is None:
     raise Failed(
       "body",
@@ -172,9 +173,9 @@ def _read_experts(
         return experts.astype(routing.storage_dtype(model.num_experts))
   raise Failed(
     "body",
-    f"the answer's routed experts have shape {shape} and type {experts.dtype}, or ids beyond the "
-    f"model's: the call has {inputs} input tokens, {len(moe_layers)} layers with experts and "
-    f"{model.experts_per_token} of {model.num_experts} experts per token",
+    f"the answer's routed experts do not fit: shape {shape} and type {experts.dtype}, but there are "
+    f"{inputs} tokens before the last one, {len(moe_layers)} layers with experts, and "
+    f"{model.experts_per_token} experts per token with ids below {model.num_experts}",
   )
 
 

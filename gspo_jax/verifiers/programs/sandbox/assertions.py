@@ -2,8 +2,8 @@
 
 No code of the candidate program is in this process. The assertions call a stub, which sends its
 arguments over a channel, and receives a value or the name of an exception. So a candidate can only
-return or raise. Some answers might pass the assertions by accident or design. Such an answer ends
-the assertions at once, and no `except` of the tests prevents this:
+return or raise. Some answers might pass the assertions by accident or design. After one of these
+answers the assertions have failed, even if the tests catch the exception:
 
 - StopIteration: `all(map(candidate, cases))` would take it for the end of the cases.
 - NaN and infinity, unless the tests mention them: NaN passes `not abs(x - y) > 1e-6`, and infinity
@@ -50,8 +50,8 @@ class _Candidate:
 
   def __init__(self, channel: int, most: int, allow_nonfinite: bool):
     self._channel, self._most, self._allow_nonfinite = channel, most, allow_nonfinite
-    # Whether the function returned a value that is no data. An assertion may pass it back as an
-    # argument.
+    # Whether the function returned an object that the channel cannot send, such as a function. An
+    # assertion may pass this object back as an argument.
     self._opaque = False
     self.called = False  # Whether the assertions called the function.
     self.ended = 0  # Exit status once the assertions must end, even if they catch errors; else 0.
@@ -63,9 +63,9 @@ class _Candidate:
     self.called = True
     try:
       question = wire.encode([arguments, options])
-    except TypeError:  # An argument is no data, for example a function.
+    except TypeError:  # The channel cannot send an argument, for example a function.
       self._end(ASSERTION if self._opaque else BROKEN)
-    except Exception:  # An argument is nested too deeply, so it came from the candidate.
+    except Exception:  # An argument is nested so deeply that only the candidate can have made it.
       self._end(ASSERTION)
     try:
       wire.send(self._channel, question)
