@@ -99,9 +99,9 @@ def reaches(value_B: np.ndarray, right_from: float) -> np.ndarray:
 def extremes(value_B: np.ndarray, right_from: float) -> tuple[float, float]:
   """Returns the values of a right and of a wrong response after a flip.
 
-  A response that was right gets the minimum of all values and 0. If this minimum is not below `right_from`,
-  it gets `right_from - 1`. A response that was wrong gets the
-  maximum of all values and `right_from`.
+  A response that was right gets the minimum of all values and 0. If this minimum is not below
+  `right_from`, it gets `right_from - 1`. A response that was wrong gets the maximum of all values
+  and `right_from`.
 
   Args:
     value_B: values of the batch's responses with a verdict.

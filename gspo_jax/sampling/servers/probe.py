@@ -77,8 +77,8 @@ class Part:
   version: np.ndarray  # Weight version of each token, int32 [n].
   stopped: bool  # Whether a stop token ended the continuation.
   aborted: bool  # Whether an abort request ended the continuation.
-  # Experts of the call's tokens and of all new tokens except the last, [call + n - 1, l, k]. None if
-  # not requested.
+  # Experts of the call's tokens and of all new tokens except the last, [call + n - 1, l, k].
+  # None if not requested.
   experts: np.ndarray | None = None
 
 
@@ -173,8 +173,8 @@ def _read_experts(
         return experts.astype(routing.storage_dtype(model.num_experts))
   raise Failed(
     "body",
-    f"the answer's routed experts do not fit: shape {shape} and type {experts.dtype}, but there are "
-    f"{inputs} tokens before the last one, {len(moe_layers)} layers with experts, and "
+    f"the answer's routed experts do not fit: shape {shape} and type {experts.dtype}, but there "
+    f"are {inputs} tokens before the last one, {len(moe_layers)} layers with experts, and "
     f"{model.experts_per_token} experts per token with ids below {model.num_experts}",
   )
 
