@@ -7,6 +7,7 @@ from the configuration files, only this module, `cli` and `aot` use flags and Co
 import contextlib
 import dataclasses
 import gc
+import logging as std_logging
 import os
 import sys
 from collections.abc import Iterator
@@ -57,6 +58,8 @@ def main(argv: list[str]) -> None:
   """Runs the configured job, or prints its plan with --dry_run."""
   if not flags.FLAGS["verbosity"].present:
     logging.set_verbosity(logging.WARNING)  # Orbax logs every file.
+    std_logging.addLevelName(std_logging.WARNING, "warning")
+    logging.get_absl_handler().setFormatter(std_logging.Formatter("%(levelname)s: %(message)s"))
     hide_save_tracebacks()
   if _DRY_RUN.value:
     return plan()

@@ -24,7 +24,7 @@ def parse(topology: str) -> tuple[Chip, int]:
     ValueError: the chip is unknown, or the format is wrong.
   """
   name, _, shape = topology.partition(":")
-  tpu = name in CHIPS and re.fullmatch(r"\d+(x\d+){1,2}", shape)
+  tpu = name in CHIPS and re.fullmatch(rf"\d+(x\d+){{1,{CHIPS[name].axes - 1}}}", shape)
   gpu = name in GPUS and re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", shape)
   if not tpu and not gpu:
     prefix = re.match("|".join(sorted((*CHIPS, *GPUS), key=len, reverse=True)), topology)

@@ -106,10 +106,12 @@ def first_problem(inputs: Inputs, rewards: Sequence[float]) -> list[str]:
     # Equal rewards are suspicious for a user's function alone. For the package's verifiers the gold
     # answer may be no valid response, e.g. the tests of a program.
     own_function = ":" in inputs.config.reward.name
-    remark = " (alike: nothing is learned from a group with equal rewards)"
+    remark = f"; a response is right from {inputs.config.reward.threshold:g} on"
+    if gold == empty:
+      remark += " (alike: nothing is learned from a group with equal rewards)"
     text.append(
       f"  reward of this answer as the response: {gold}; of an empty response: {empty}"
-      f"{remark if own_function and gold == empty else ''}"
+      f"{remark if own_function else ''}"
     )
   for turn, answer in zip(("this answer as a turn", "an empty turn"), answers):
     if answer.failure:
@@ -176,7 +178,8 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
     text += [f"memory of a device {moment}: {sum(parts.values()) / GIB:,.3g}{suffix} GiB"]
     text += [f"  {size / GIB:>8.3g}  {name}" for name, size in parts.items()]
   text.append(
-    "  python -m gspo_jax.aot compiles the programs and prints the compiler's own figures"
+    "  python -m gspo_jax.aot --config=... --topology=v5p:4x4x4 prints the compiler's own figures "
+    "(pip install -e '.[tpu]')"
   )
   return text
 

@@ -68,7 +68,7 @@ class Skipped:
   def warn(self, title: str) -> None:
     """Logs a warning if there were bad rows. `title` names the data set."""
     if self.count:
-      logging.warning("%s: %d bad rows are excluded%s", title, self.count, self.first)
+      logging.warning("%s: number of excluded bad rows: %d%s", title, self.count, self.first)
 
 
 def read(spec: str, key: str) -> Iterator[Row]:
@@ -127,9 +127,9 @@ def named(spec: str, key: str) -> list[epath.Path]:
     raise DataError(f"{key}={spec}: {type(error).__name__}: {error}. Set --config.{key}") from error
   if not exists:
     none = "no file matches" if magic else "there is no file"
-    hint = "" if magic else _near_file(spec)
+    hint = ("" if magic else _near_file(spec)) or "."
     raise DataError(
-      f"{key}: {none} {spec}{hint}. Set --config.{key} to files ({', '.join(_READERS)}), "
+      f"{key}: {none} {spec}{hint} Set --config.{key} to files ({', '.join(_READERS)}), "
       "tfds:name/split or a task of this package such as arithmetic:heldout"
     )
   for file in files:
@@ -142,7 +142,7 @@ def _near_file(spec: str) -> str:
   """Suggests a similar file of the same directory; "" if none."""
   folder, name = os.path.split(spec)
   with contextlib.suppress(OSError):
-    return did_you_mean(name, os.listdir(folder or ".")).removesuffix("?")
+    return did_you_mean(name, os.listdir(folder or "."))
   return ""
 
 

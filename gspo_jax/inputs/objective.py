@@ -14,6 +14,10 @@ from gspo_jax.structs import ModelInputs, TrainBatch
 from gspo_jax.system import user_code
 
 _B, _T = 4, 6  # Responses and tokens of the trial.
+_REMEDIES = {  # By words in the messages of JAX's errors.
+  "TracerBoolConversion": "; a value of a compiled function cannot be a condition: use jnp.where",
+  "TracerArrayConversion": "; use jax.numpy instead of numpy",
+}
 
 
 def check_objective(config: RunConfig) -> None:
@@ -44,7 +48,7 @@ def _check_loss(config: ObjectiveConfig, max_length: int) -> None:
     advantage = f"advantage_BT [{_B}, {_T}]"
     if not find_loss(config.name).by_token:
       advantage = f"advantage_B [{_B}], since its third argument is not called advantage_BT"
-    reason = user_code.describe_error(error, config.name)
+    reason = _describe(error, config.name)
     raise ValueError(
       f"{label} fails on log-probs and mask [{_B}, {_T}] and {advantage}: {reason}"
     ) from error
@@ -79,19 +83,28 @@ def _batch() -> TrainBatch:
 
 
 def _check_estimator(config: ObjectiveConfig, group_size: int, right_from: float | None) -> None:
-  label, shape = f"objective.advantage={config.advantage_kind!r}", (2, group_size)
-  reward_PG = np.float32(np.arange(2 * group_size).reshape(shape) % 3 > 0)
+  label, shape = f"objective.advantage={config.advantage_kind!r}", (3, group_size)
+  reward_PG = np.float32(np.arange(3 * group_size).reshape(shape) % 3 > 0)
+  reward_PG[-1] = 1  # A group of equal rewards.
   valid_PG = np.ones(shape, bool)
   valid_PG[0, -1] = group_size == 1
   try:
     advantage_PG = advantages(config, reward_PG, valid_PG, right_from)
   except Exception as error:  # User code may raise anything.
-    reason = user_code.describe_error(error, config.advantage_kind)
+    reason = _describe(error, config.advantage_kind)
     raise ValueError(f"{label} fails on rewards {list(shape)}: {reason}") from error
   fault = ""
-  if not np.isfinite(advantage_PG).all():
+  if not np.isfinite(advantage_PG[:-1]).all():
     fault = "is not finite"
+  elif not np.isfinite(advantage_PG).all():
+    fault = "is not finite for a group of equal rewards; do not divide by their deviation of 0"
   elif not np.any(advantage_PG):
     fault = "is 0 for rewards that differ"
   if fault:
     raise ValueError(f"{label} {fault} (tried on rewards {list(shape)})")
+
+
+def _describe(error: Exception, name: str) -> str:
+  """Describes an error of the user's function, with its remedy."""
+  text = user_code.describe_error(error, name)
+  return text + next((remedy for word, remedy in _REMEDIES.items() if word in text), "")

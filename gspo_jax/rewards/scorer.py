@@ -154,7 +154,8 @@ def check_importable(name: str, key: str = "reward.name") -> None:
   try:
     spec = importlib.util.find_spec(module)
   except Exception as error:  # `find_spec` imports parent packages; user code may raise anything.
-    raise ValueError(f"{key}={name!r}: {type(error).__name__}: {error}") from error
+    hint = user_code.near_modules(module) if isinstance(error, ModuleNotFoundError) else ""
+    raise ValueError(f"{key}={name!r}: {type(error).__name__}: {error}{hint}") from error
   if spec is None:
     raise ValueError(
       f"{key}={name!r}: there is no module {module} in the working directory or on PYTHONPATH"

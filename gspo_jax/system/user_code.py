@@ -29,7 +29,9 @@ def load(name: str, label: str) -> Callable[..., Any]:
     exists = hasattr(imported, function)  # True also if the module's __getattr__ returns a value.
     loaded = getattr(imported, function) if exists else None
   except (Exception, SystemExit) as error:  # User code may raise anything.
-    hint = near_modules(module) if getattr(error, "name", "") == module else ""
+    absent = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
+    searched = f"; it is searched in {os.getcwd()} and on PYTHONPATH"
+    hint = f"{searched}{near_modules(module)}" if absent else ""
     message = f"{type(error).__name__}: {error}{hint}"
     raise ValueError(f"{label} cannot be imported: {message}") from error
   if not exists:
@@ -42,7 +44,8 @@ def load(name: str, label: str) -> Callable[..., Any]:
 
 def near_modules(module: str) -> str:
   """Suggests a similar module of the working directory; "" if none."""
-  return did_you_mean(module, (path.stem for path in Path().glob("*.py")))
+  name = module.removesuffix(".py").rpartition("/")[2]
+  return did_you_mean(name, (path.stem for path in Path().glob("*.py")))
 
 
 def describe_error(error: BaseException, name: str) -> str:

@@ -53,6 +53,10 @@ def centred(reward_PG, valid_PG, scale=1.0):
   return scale * (reward_PG - (reward_PG * valid_PG).sum() / valid_PG.sum())
 
 
+def divides(reward_PG, valid_PG):
+  return (reward_PG - reward_PG.mean(1, keepdims=True)) / reward_PG.std(1, keepdims=True)
+
+
 def one_number(reward_PG, valid_PG):
   return reward_PG.sum()
 """
@@ -106,7 +110,7 @@ def test_an_estimator_of_rewards():
   "keys, message",
   [
     (dict(name="own_losses:returns_seven"), "returned 7, expected .Mean"),
-    (dict(name="own_losses:branches"), r"TracerBoolConversionError: .*\(own_losses.py, line \d+\)"),
+    (dict(name="own_losses:branches"), r"TracerBool.*\(own_losses.py, line \d+\); .* use jnp.where"),
     (dict(name="own_losses:by_response"), r"advantage_B \[4\], since its third argument is not"),
     (dict(name="own_losses:unmasked"), "outside mask_BT"),
     (dict(name="own_losses:plain_metric"), "metric 'x' as an array"),
@@ -123,6 +127,7 @@ def test_an_estimator_of_rewards():
     (dict(name="own_losses.soft_clip_loss"), r"did you mean own_losses:soft_clip_loss\?"),
     (dict(name="own_loses:soft_clip_loss"), r"did you mean own_losses\?"),
     (dict(name=NAME, off_policy_threshold=0.1), "no argument weight"),
+    (dict(advantage="own_losses:divides"), "not finite for a group of equal rewards"),
     (dict(advantage="own_losses:one_number"), r"returned shape \[\], expected \[P, G\]"),
   ],
 )
