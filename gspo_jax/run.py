@@ -193,8 +193,8 @@ def try_rewards(inputs: Inputs, scoring: Scoring) -> list[float]:
   """Scores the first problem's answer and an empty response.
 
   Returns the two scores, with NaN where the verifier failed. Returns [] for conversations in an
-  environment, for a cold start alone, for training on recorded responses alone, and if there are no
-  problems. Raises ValueError if the verifier fails on both responses.
+  environment, for jobs without sampled responses, and if there are no problems. Raises ValueError
+  if the verifier fails on both responses.
   """
   config, prompts = inputs.config, inputs.data.main_prompts
   scores = config.job == "eval" or (config.has_iterations and config.samples_prompts)
@@ -238,7 +238,7 @@ def open_scoring(
   Args:
     sections: one section for each verifier of the run and its benchmarks, by the verifier's name.
     constraints: section with the signals.
-    reward: section `reward` of the configuration, for signals that are verifiers.
+    reward: section `reward` of the configuration. A signal may be a verifier, which reads it.
 
   Raises:
     ValueError: a verifier cannot start.

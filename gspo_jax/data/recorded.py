@@ -1,6 +1,6 @@
 """Recorded responses, with prompts and rewards, for offline training (job=offline).
 
-The files are samples logs of a run, or JSON lines from other tools (docs/data.md). Files are
+The files are logs of a run's samples, or JSON lines from other tools (docs/data.md). Files are
 untrusted, so each row is checked before training starts.
 """
 
@@ -26,7 +26,7 @@ CHARACTERS = 1 << 20  # Maximum characters of a text; a longer text takes too lo
 class Response:
   """A recorded response."""
 
-  tokens: np.ndarray  # Token ids, the stop token included, int32 [n].
+  tokens: np.ndarray  # Token ids, int32 [n], with the stop token if there is one.
   reward: float
   stopped: bool  # Whether it ended by itself, not by a length limit.
 
@@ -230,7 +230,7 @@ def _encode(
   if not truncated:
     stop, bare = tok.stop_ids[0], encoded
     encoded = [x if _ends_with_stop_string(x, tok, limits) else [*x, stop] for x in bare]
-    # The run that recorded the row may have had stop strings, which end a response without a token.
+    # The run that recorded the row may have had stop strings. They need no stop token.
     if truncated is False and "length" in row:
       encoded += bare
   length = row.get("length", len(encoded[0]))

@@ -31,7 +31,7 @@ def summed(grads: Any) -> Any:
 
   The gradients of all other parameters are summed already.
 
-  Several devices of a replica may have the same shard of a weight. These devices divide the
+  Several devices of a replica may have the same shard of a weight. These devices split the
   gradient. Each device sums one part over replicas, and the sums are gathered within the replica.
   """
   if sharding.axis_size("data") == 1:
@@ -50,9 +50,10 @@ def _sum(x: jax.Array) -> jax.Array:
 
 
 def _divide(shape: tuple[int, ...], split: P) -> P:
-  """Adds the mesh axes unused by `split` to the largest dimension that they divide.
+  """Adds the mesh axes that `split` does not use to one dimension.
 
-  If these axes divide no dimension, `split` is returned unchanged. Axis `data` is not added.
+  It is the largest dimension whose size is a multiple of all its axes, old and new. If there is
+  none, `split` is returned unchanged. Axis `data` is not added.
   """
   used = {axis for axes in split for axis in sharding.each(axes)}
   further = tuple(axis for axis in AXES if axis not in used | {"data"})

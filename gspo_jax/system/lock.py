@@ -49,7 +49,7 @@ def _lock_all(directories: Sequence[Path], stack: contextlib.ExitStack) -> None:
     path = directory / FILE
     with writing(path):
       directory.mkdir(parents=True, exist_ok=True)
-      file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 (no child inherits it)
+      file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 (the stack closes it)
     stack.enter_context(file)
     _lock(file, fcntl.LOCK_EX, directory)
     with writing(path):

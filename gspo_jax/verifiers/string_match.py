@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from gspo_jax.verifiers import thought
 
 OUTCOMES = ("right", "wrong", "unparsable")
-# Maximum characters of an answer, or twice the length of the gold answer if that is more.
+# Maximum characters of an answer. `verify` accepts twice the gold answer's length if that is more.
 MAX_ANSWER = 2000
 _TAG = re.compile("</?answer>")
 _LABEL = re.compile(r"(?:the\s+)?(?:final\s+)?answer[*_]{0,3}\s*(?:is|:|=)\s*:?\s*", re.IGNORECASE)
@@ -45,7 +45,7 @@ def verify(response: str, answer: str, finished: bool = True) -> str:
     ValueError: the gold answer is empty after `normalise`.
   """
   check_answer(answer)
-  # Like a response, the gold answer may begin with "the answer is".
+  # The gold answer may have "the answer is", as a response may.
   gold = normalise(_without_label(answer)) or normalise(answer)
   candidate = extract(response, finished, max(MAX_ANSWER, 2 * len(answer)))
   if candidate is None:
@@ -64,8 +64,8 @@ def check_answer(text: str) -> None:
 def extract(response: str, finished: bool = True, longest: int = MAX_ANSWER) -> str | None:
   """Returns the answer in a response. Returns None if there is none.
 
-  The answer is the content of the last `<answer>`, else the last line. If this text has words such
-  as "the answer is", only the text after the last of these words is the answer. The thought does
+  The answer is the content of the last `<answer>...</answer>`, else the last line. If this text has
+  a label such as "the answer is", the answer is the text after the last label. The thought does
   not count (`thought.after`). A text of more than `longest` characters is no answer, and neither is
   a text that `normalise` makes empty.
 
@@ -83,7 +83,7 @@ def extract(response: str, finished: bool = True, longest: int = MAX_ANSWER) -> 
 
 
 def _without_label(line: str) -> str:
-  """Returns the text after the last "the answer is", else the whole line."""
+  """Returns the text after the last label, such as "the answer is", else the whole line."""
   return line[max((label.end() for label in _LABEL.finditer(line)), default=0) :]
 
 

@@ -67,9 +67,13 @@ def test_the_slowest_resource_binds():
   assert row["binds"] == "interconnect" and row["mfu"] == pytest.approx(0.25)
 
 
-@pytest.mark.parametrize("topology", ["v5q:4x4x4", "v5e:2x2x2", "v5p", "v5p:64", "h300:8", "h100", "h100:0"])
+@pytest.mark.parametrize(
+  "topology", ["v5q:4x4x4", "v5e:2x2x2", "v5p", "v5p:64", "h300:8", "h100", "h100:0"]
+)
 def test_a_topology_that_is_none_is_named(topology):
-  with pytest.raises(ValueError, match=rf"--topology={topology}: .*(v6e.*h100|v5p:4x4x2|v5e:4x4|h100:2x8)"):
+  with pytest.raises(
+    ValueError, match=rf"--topology={topology}: .*(v6e.*h100|v5p:4x4x2|v5e:4x4|h100:2x8)"
+  ):
     chips.parse(topology)
 
 

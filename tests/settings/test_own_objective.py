@@ -110,7 +110,10 @@ def test_an_estimator_of_rewards():
   "keys, message",
   [
     (dict(name="own_losses:returns_seven"), "returned 7, expected .Mean"),
-    (dict(name="own_losses:branches"), r"TracerBool.*\(own_losses.py, line \d+\); .* use jnp.where"),
+    (
+      dict(name="own_losses:branches"),
+      r"TracerBool.*\(own_losses.py, line \d+\); .* use jnp.where",
+    ),
     (dict(name="own_losses:by_response"), r"advantage_B \[4\], since its third argument is not"),
     (dict(name="own_losses:unmasked"), "outside mask_BT"),
     (dict(name="own_losses:plain_metric"), "metric 'x' as an array"),
