@@ -5,7 +5,9 @@ Hardware:  any machine with two CPU cores; two to five minutes
 Expected:  eval/accuracy 0.4 -> 0.98; 0.91 or more with each of 20 seeds (experiments/tiny_gspo)
 Paper:     arXiv:2507.18071
 
-configs/tiny.py:gemma trains a small Gemma 3 instead, configs/tiny.py:hybrid a small Qwen3.5.
+configs/tiny.py:gemma trains a small Gemma 3 instead, configs/tiny.py:hybrid a small Qwen3.5. The
+latter takes 18 minutes on two cores. Its accuracy began at 0.36 to 0.44 and ended at 0.89 to 0.98
+with each of 5 seeds (100 to 104), on which no setting was chosen.
 """
 
 from gspo_jax.configs import common

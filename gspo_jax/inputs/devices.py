@@ -106,7 +106,7 @@ def check_memory(
   adapters = config.job in ("rl", "offline") and config.lora.rank
   trained = config.job != "eval" and not adapters
   # A trained parameter with its gradient and two moments takes 16 bytes in float32. If there are
-  # adapters or no training, a parameter takes 4 bytes. Float32 is the type in which it is read.
+  # adapters or no training, a parameter takes 4 bytes, since all weights are loaded in float32.
   needed = count * (16 if trained else 4)
   if config.has_iterations and config.critic.name == "model":
     needed += 16 * count

@@ -135,15 +135,18 @@ class Pool(contextlib.AbstractContextManager):
     waiting = collections.deque(range(len(items)))  # Indices of items to run.
     for worker in self._workers:
       worker.failed_starts = 0
+    workers = self._workers
     while True:
-      if self._closed:
-        raise RuntimeError("the pool is closed")
-      for worker in self._workers:
+      for worker in workers:
         while not worker.alive and worker.failed_starts < START_ATTEMPTS:
           worker.start()
         if waiting and worker.alive and worker.item is None:
           worker.send(waiting[0], items[waiting.popleft()], self._time_limit_s)
-      busy = [worker for worker in self._workers if worker.item is not None]
+      busy = [worker for worker in workers if worker.item is not None]
+      if self._closed:  # By another thread, perhaps before a worker was started above.
+        for worker in workers:
+          worker.kill()
+        raise RuntimeError("the pool is closed")
       if not waiting and all(worker.item == WARM_UP and items for worker in busy):
         return results
       if not busy:  # No worker could be started for the waiting items.
@@ -153,7 +156,8 @@ class Pool(contextlib.AbstractContextManager):
         return results
       time_s = time.monotonic()
       connection.wait([w.pipe for w in busy], max(0.0, min(w.deadline for w in busy) - time_s))
-      # This time precedes the reads. So a result that has arrived in time never counts as late.
+      # This time is taken before the reads. Otherwise a result could arrive in time, after its own
+      # read, and count as late.
       time_s = time.monotonic()
       for worker in busy:
         message = worker.receive()
@@ -250,8 +254,10 @@ class _Worker:
 
     Returns None if no result has arrived yet, and {} if the process died.
     """
+    if (pipe := self.pipe) is None:  # `Pool.close`, in another thread, has killed the process.
+      return {}
     try:
-      return json.loads(self.pipe.recv_bytes()) if self.pipe.poll() else None
+      return json.loads(pipe.recv_bytes()) if pipe.poll() else None
     except (EOFError, OSError, ValueError):
       return {}
 
@@ -285,8 +291,8 @@ def _serve(descriptor: int, function: str, memory_bytes: int) -> None:
     while True:
       time_limit_s, item = json.loads(pipe.recv_bytes())
       # If the pool's process died, it cannot kill this one. SIGALRM then kills this process, since
-      # the signal has no handler. RLIMIT_CPU would not do: it counts the seconds of all threads,
-      # and child processes inherit it, even a prover that serves later items.
+      # the signal has no handler. RLIMIT_CPU would not do: it counts the seconds of all threads.
+      # Child processes inherit it, even those of a user's function that serve later items.
       signal.setitimer(signal.ITIMER_REAL, time_limit_s + GRACE_S)
       try:
         message = {"value": getattr(importlib.import_module(module), name)(item)}

@@ -252,3 +252,22 @@ def test_failures_have_a_reason():
 def test_failures_are_their_names():
   failure = pool.Failure("crash", "for a\n  reason")
   assert failure == str(failure) == "crash" != "timeout" and failure.reason == "for a reason"
+
+
+def test_close_ends_a_call_of_another_thread():
+  evaluate, errors = evaluator(workers=1), []
+
+  def call():
+    try:
+      evaluate.map(["__import__('time').sleep(60)"])
+    except BaseException as error:
+      errors.append(error)
+
+  thread = threading.Thread(target=call)
+  thread.start()
+  while evaluate._workers[0].item is None:
+    time.sleep(0.01)
+  evaluate.close()
+  thread.join(30)
+  assert not thread.is_alive()
+  assert isinstance(errors[0], RuntimeError) and "closed" in str(errors[0])

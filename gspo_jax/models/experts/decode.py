@@ -19,7 +19,7 @@ from gspo_jax.settings.mesh import AXES
 from gspo_jax.sharding import BATCH, P
 
 # An expert's number of rows in `apply_one_hot` is a multiple of `ROWS`, because fewer rows are not
-# faster on TPU. Fewer tokens are padded to a multiple of 8 rows instead.
+# faster on TPU. For fewer tokens it is the number of tokens, rounded up to a multiple of 8.
 ROWS = 64
 
 
@@ -80,7 +80,7 @@ def map_in_stack(f: Callable[[InStack], jax.Array], weights: ExpertWeights) -> E
 
 
 def experts_over(weight: InStack) -> tuple[str, ...]:
-  """Returns the mesh axes with shards of the experts."""
+  """Returns the mesh axes with shards of the experts; ("expert",) if there are none."""
   return sharding.each(sharding.spec_of(matrix(weight.stack))[1]) or ("expert",)
 
 
@@ -109,7 +109,7 @@ def apply_one_hot(
   read: Callable[[], ExpertWeights],
   load: float,
 ) -> jax.Array:
-  """Applies all local experts to C rows each, gathered by one-hot products.
+  """Applies all local experts, each to the same number C of rows, gathered by one-hot products.
 
   Meant for TPUs, where sorting and scattering are slow. If an expert has more than C tokens,
   further rounds compute the next C tokens of each expert, and read the weights again.
@@ -151,6 +151,6 @@ def apply_one_hot(
 
   if C >= X:
     return one_round(0)
-  # A single round needs no float32 sum in memory.
   rounds = -(-rank_XE[-1].max() // C)
+  # A single round is a separate branch, because it needs no float32 sum in memory.
   return jax.lax.cond(rounds > 1, all_rounds, lambda: one_round(0))
