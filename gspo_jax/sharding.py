@@ -28,7 +28,7 @@ BATCH = ("data", "fsdp", "expert")  # Mesh axes that split the sequences of a ba
 BY_ROW = P(BATCH)
 PRODUCT = "product"  # Name of products with weights, for rematerialisation policies.
 
-# Mesh axes that split experts in sampling; training splits experts over `expert` alone. Since
+# Mesh axes that may split experts in sampling; training splits experts over `expert` alone. Since
 # `expert` comes first, the experts of a chip in sampling are among its experts in training.
 SLICE = ("expert", "fsdp")
 
@@ -121,10 +121,11 @@ def slice_of(device: Any) -> int:
 
 
 def rollout_rules(config: MeshConfig, mesh: jax.sharding.Mesh, experts: int) -> Rules:
-  """Returns the sampler's rules. Raises ValueError if "all" or "fsdp" cannot split the experts."""
+  """Returns the sampler's rules. Raises ValueError for indivisible experts."""
   name = config.rollout_experts
   rules = dict(fsdp=ROLLOUT_FSDP, expert=ROLLOUT).get(name, ROLLOUT_SLICE)
-  chips = math.lcm(parts(rules["E"], mesh.shape), mesh.shape["expert"])  # Prefill uses "expert".
+  # Prefill splits experts over the axis `expert`, whatever the key is. Both splits must divide.
+  chips = math.lcm(parts(rules["E"], mesh.shape), mesh.shape["expert"])
   if name in ("all", "fsdp") and experts % chips:
     text = f"mesh.rollout_experts={name}: {experts} experts do not divide over {chips} chips"
     raise ValueError(f"{text}: set it to expert, or make the sampler's axes smaller")
@@ -175,7 +176,7 @@ def reshard(x: jax.Array, pspec: P) -> jax.Array:
 
 
 def reshape(x: jax.Array, shape: tuple[int, ...], out: P) -> jax.Array:
-  """Reshapes `x`. JAX cannot infer the sharding `out` if a split dimension is merged."""
+  """Reshapes `x`. JAX cannot infer the sharding `out` if a sharded dimension is merged."""
   if without_mesh():
     return x.reshape(shape)
   reduced = jax.typeof(x).sharding.spec.reduced  # Not empty for a weight from `gather`.
@@ -207,8 +208,7 @@ def project(equation: str, x: jax.Array, w: jax.Array, out: P) -> jax.Array:
   """Computes `einsum` of activations and a weight. Every shared letter is contracted.
 
   The gradient of `w` is a product with `x` as its first factor. JAX would put the cotangent first.
-  XLA on CPU would then compute the cotangent's inputs, such as an activation's derivative, in
-  transposed order, and the update of a dense model would take 1.7 times as long.
+  XLA on CPU would then use a slow memory order, and a dense model's update take 1.7 times as long.
   """
   return checkpoint_name(_project(equation, x, w, out), PRODUCT)
 
@@ -262,7 +262,7 @@ def gather(x: jax.Array, pspec: P) -> jax.Array:
 
 
 def is_per_replica(x: jax.Array) -> bool:
-  """Whether a weight's gradient stays separate per replica (`learner.replicas`)."""
+  """Whether the gradients of a weight's replicas are not summed yet (`learner.replicas`)."""
   return "data" in jax.typeof(x).sharding.spec.reduced
 
 
@@ -375,7 +375,7 @@ def axis_index(axis: Axes) -> jax.Array | int:
 
 
 def batch_shards(mesh: jax.sharding.Mesh) -> int:
-  """Returns the number of devices that split a batch of sequences."""
+  """Returns the number of parts into which the mesh splits a batch of sequences."""
   return parts(BATCH, mesh.shape)
 
 

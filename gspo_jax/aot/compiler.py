@@ -31,8 +31,8 @@ def devices_of(topology: str, slices: int = 1, target: str = "") -> list:
     target: text that describes a GPU to XLA; "" for `cuda.target_text`.
 
   Raises:
-    ValueError: the compiler is not installed or does not know the topology, the topology of GPUs
-      has several `slices`, or the topology of TPUs has a `target`.
+    ValueError: the compiler is not installed, or does not know the topology; or several `slices`
+      are set for GPUs, or a `target` for TPUs.
   """
   chip, number = chips.parse(topology)
   if chip.cuda:
@@ -163,7 +163,7 @@ def examine(program: Program, topology: str, remat: str) -> Compiled:
 def _traffic(
   program: Program, costs: hlo_costs.Costs, chip: Chip, mesh: jax.sharding.Mesh, remat: str
 ) -> dict[str, Any]:
-  """Returns operations of the whole batch, and traffic per chip.
+  """Returns operations of the whole batch, and traffic per chip (to other hosts: per host).
 
   The figures of a decode program are those of one step.
   """
@@ -194,10 +194,10 @@ def _time_bounds(
   mesh: jax.sharding.Mesh,
   work: Mapping[str, Any],
 ) -> dict[str, Any]:
-  """Returns lower bounds on the seconds of a program, as `chips.bound`.
+  """Returns the lower bounds of `chips.bound` on the seconds of a program.
 
-  For decode, they are those of one step. The further result `idle_s` is the `serial_s` of a step in
-  which all slots are idle. Paged attention then reads nothing.
+  For decode, these are the seconds of one step. With paged attention there is a further entry,
+  `idle_s`: the bound `serial_s` of a step if no slot has a response, so that nothing is read.
 
   work: row with the result of `_traffic`.
   """

@@ -4,8 +4,7 @@ R_i = Σ_u r_iu − λ_tok · tokens_i − λ_call · calls_i.
 
 R_i is the net reward of conversation i, and r_iu the reward of its turn u. λ_tok is
 `environment.token_cost`, and λ_call is `environment.call_cost`. The costs of a turn are subtracted
-from the reward of this turn. So the return from turn u on has only the costs of turns u, u + 1, and
-so on.
+from the reward of this turn. So the return of turn u has the costs of this and later turns alone.
 """
 
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ def charge(
   figures `reward` (before costs) and `cost`. If no costs are configured, nothing is changed. If
   `environment.charge=right`, only right conversations have costs. If calls have a cost
   (`environment.call_cost`), the environment must report as many tool calls as the driver counted.
-  Otherwise the conversation fails.
+  Otherwise a conversation with costs fails.
 
   Args:
     right_from: smallest reward of a right conversation. None means that a conversation is right if
@@ -79,6 +78,6 @@ def _disagreement(trajectory: Trajectory) -> str:
   name = type(trajectory.environment).__name__
   return (
     f"environment.call_cost: figures() of the environment {name} reports tool_calls={reported:g}"
-    f", but the driver counted {calls}: give the environment an attribute tool_calls, the number "
-    "of calls so far"
+    f", but the driver counted {calls}: give the environment an attribute tool_calls with "
+    "the number of calls so far, and the driver counts by it"
   )

@@ -140,7 +140,8 @@ class Driver:
     If the turn is finished, starts the environment's step.
 
     Raises:
-      ValueError: the workload needs the support of each token, and the engine records no supports.
+      ValueError: the workload needs each token's support, the tokens inside top-k, top-p and min-p,
+      and the engine records none.
     """
     if self._workload.support and response.support is None and len(response.tokens):
       raise ValueError(

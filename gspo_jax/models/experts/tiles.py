@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from gspo_jax.system.accelerators import Chip
 
-# Memory that the compiler takes for the left factor beside its two buffers, in units of its tile.
-# The largest measured value is 1.2.
+# The left factor has two buffers of one tile each. The compiler takes further memory for this
+# factor, here in tiles. The largest measured value is 1.2.
 COPY = 1.25
 Tiles = tuple[int, int, int]
 
@@ -37,9 +37,8 @@ def product_tiles(
   """
 
   def traffic(tm, tk, tn):
-    # The kernel loops over tiles of columns, of rows and of the inner width, outermost first. If
-    # one tile has the whole inner width, a tile of rows or of a group's matrix that the next visit
-    # needs again is not read again.
+    # The kernel loops over tiles of columns, of rows and of the inner width, outermost first. With
+    # one tile for the whole inner width, two visits in a row read a common tile once.
     visits = _visits(rows, groups, tm)
     matrix_reads = groups if tk >= inner else visits
     column_tiles = -(-outer // tn)
@@ -66,7 +65,8 @@ def outer_tiles(
 ) -> tuple[Tiles, int]:
   """Returns tiles of sums of outer products, and the bytes moved by them (`_best`).
 
-  A sum is [inner, rows of a group] @ [rows of a group, outer], one for each group.
+  A sum is [inner, rows of a group] @ [rows of a group, outer], one for each group. It runs over the
+  rows; `inner` and `outer` are the sides of the result.
 
   out_size: bytes written per element of a sum, plus those read if the sum is added to a total.
   """
@@ -84,8 +84,8 @@ def outer_tiles(
 def _best(rows, inner, outer, groups, traffic, footprint, memory) -> tuple[Tiles, int]:
   """Returns the candidate with the fewest moved bytes, and these bytes.
 
-  A candidate has a footprint of at most `memory`. Its rows are the largest possible, or at most
-  256. Widths below 3 units of 128 stall products, so they are tried only if no wider tile fits.
+  A candidate has a footprint of at most `memory`. It has as many rows as possible, up to 512 or up
+  to 256. Widths below 3 units of 128 stall products, so they are tried only if no wider tile fits.
   """
   most = math.gcd(rows, 512)
   for least in (3, 1):
@@ -107,9 +107,10 @@ def _best(rows, inner, outer, groups, traffic, footprint, memory) -> tuple[Tiles
 
 
 def _visits(rows: int, groups: int, tm: int) -> int:
-  """Returns the maximum number of visits over all sizes of the groups.
+  """Returns the number of visits in the worst case.
 
-  A tile of rows has one visit for each group in it.
+  A tile of rows has one visit for each group with rows in it. In the worst case, all groups begin
+  within a tile.
   """
   return -(-rows // tm) + groups - 1
 
