@@ -344,13 +344,14 @@ def test_what_is_refused_is_refused_before_a_run_begins(tmp_path, message):
 def test_a_dry_run_remarks_on_a_function_with_one_reward_for_all(name, remark):
   prompt = types.SimpleNamespace(id="1", tokens=[65], answer="2")
   inputs = types.SimpleNamespace(
-    config=types.SimpleNamespace(reward=types.SimpleNamespace(name=name)),
+    config=types.SimpleNamespace(reward=types.SimpleNamespace(name=name, threshold=1.0)),
     data=types.SimpleNamespace(main_prompts=[prompt]),
     trial=None,
     tokenizer=types.SimpleNamespace(token_bytes=lambda: {65: b"A"}),
   )
   assert ("alike" in plan.first_problem(inputs, [7.0, 7.0])[-1]) == remark
-  assert "alike" not in plan.first_problem(inputs, [7.0, 0.0])[-1]
+  line = plan.first_problem(inputs, [7.0, 0.0])[-1]
+  assert "alike" not in line and ("right from 1 on" in line) == remark
 
 
 def printed(get_config, **changes):
