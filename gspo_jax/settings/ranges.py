@@ -88,11 +88,6 @@ class Name:
   def __contains__(self, value: str) -> bool:
     return value in self.words or (isinstance(value, str) and bool(_DOTTED.fullmatch(value)))
 
-  @staticmethod
-  def with_colon(value: str) -> str:
-    """Returns a name with a colon in the place of its last dot."""
-    return ":".join(value.rsplit(".", 1))
-
   def __str__(self) -> str:
     return (
       f"one of {', '.join(word or repr(word) for word in self.words)}, or package.module:function"
@@ -135,9 +130,10 @@ def check_value(kind: Any, value: Any, key: str) -> None:
   permitted = arguments if origin is Literal else arguments[1] if origin is Annotated else None
   if isinstance(permitted, tuple | Name) and value not in permitted:
     choices = permitted.words if isinstance(permitted, Name) else permitted
-    hint = did_you_mean(_SYNONYMS.get(value, str(value)), map(str, choices))
-    if isinstance(permitted, Name) and permitted.with_colon(value) in permitted:
-      hint = f"; did you mean {permitted.with_colon(value)}?"
+    word = str(value)
+    hint = did_you_mean(_SYNONYMS.get(word, word), map(str, choices))
+    if isinstance(permitted, Name) and (name := ":".join(word.rsplit(".", 1))) in permitted:
+      hint = f"; did you mean {name}?"  # A dot instead of the colon.
     raise ValueError(f"{key}={value!r} is not {describe(kind)}{hint}")
   if isinstance(permitted, Range) and value not in permitted:
     as_float32 = " (in float32)" if isinstance(value, float) and value != _float32(value) else ""
