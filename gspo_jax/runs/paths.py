@@ -66,13 +66,13 @@ def _check_replay(directory: str, iterations: int) -> None:
       f"--config.rl.replay={directory} is not a directory: set it to WORKDIR/batches of a run with "
       "rl.record=True"
     )
-  batches = [batch_file(Path(directory), step) for step in range(1, iterations + 1)]
-  absent = [path for path in batches if not path.exists()]
-  if absent:
-    raise ValueError(
-      f"--config.rl.replay={directory} has no file {absent[0].name}: lower rl.iterations from "
-      f"{iterations} to {batches.index(absent[0])}, the number of batches before it"
-    )
+  for step in range(1, iterations + 1):
+    path = batch_file(Path(directory), step)
+    if not path.exists():
+      raise ValueError(
+        f"--config.rl.replay={directory} has no file {path.name}: lower rl.iterations from "
+        f"{iterations} to {step - 1}, the number of batches before it"
+      )
 
 
 def _check_apart(config: RunConfig, workdir: Path) -> None:

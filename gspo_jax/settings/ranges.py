@@ -103,6 +103,7 @@ Fraction = Annotated[float, Range(0, 1)]
 PositiveFraction = Annotated[float, Range(0, 1, excluded=(0,))]
 FractionBelowOne = Annotated[float, Range(0, 1, excluded=(1,))]
 Temperature = Annotated[float, Range(0.01, 100, also=0)]  # Divisor of logits; 0: greedy.
+Workers = Annotated[int, Range(0, 1024)]  # Processes or threads.
 Seconds = Annotated[float, Range(0, 86_400)]
 PositiveSeconds = Annotated[float, Range(0, 86_400, excluded=(0,))]
 Seed = Annotated[int, Range(0, 2**32 - 1)]

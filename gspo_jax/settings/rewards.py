@@ -13,6 +13,7 @@ from gspo_jax.settings.ranges import (
   NonNegativeInt,
   PositiveFloat,
   Range,
+  Workers,
   key,
 )
 from gspo_jax.verifiers.programs import ISOLATIONS
@@ -47,7 +48,7 @@ class RewardConfig:
     "`correct` is at least 1. If the environment has no such metric, a conversation is right if "
     "its rewards sum to more than 0.",
   )
-  workers: Annotated[int, Range(0, 1024)] = key(
+  workers: Workers = key(
     0, "number of processes of the verifiers math and code, and of your own functions; 0: one"
   )
   time_limit_s: TimeLimit = key(

@@ -16,6 +16,7 @@ from gspo_jax.settings.ranges import (
   Range,
   Seconds,
   Temperature,
+  Workers,
   key,
 )
 from gspo_jax.tasks.environments import ENVIRONMENTS
@@ -195,7 +196,7 @@ class EnvironmentConfig:
     1.0,
     "factor γ per turn or line. The reward of the n-th later turn or line counts γ^n in a return.",
   )
-  workers: Annotated[int, Range(0, 1024)] = key(
+  workers: Workers = key(
     0,
     "number of threads that run environments. 0 means one step at a time, for environments that "
     "never wait.",

@@ -150,7 +150,7 @@ class Pool(contextlib.AbstractContextManager):
       if not waiting and all(worker.item == WARM_UP and items for worker in busy):
         return results
       if not busy:  # No worker could be started for the waiting items.
-        reason = f"no verifier process starts: {last_line(self._workers[0].reason)}"
+        reason = f"no verifier process starts: {last_line(workers[0].reason)}"
         for index in waiting:
           results[index] = Failure("crash", reason)
         return results
