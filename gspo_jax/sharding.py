@@ -38,7 +38,7 @@ TRAIN: Rules = dict(D="fsdp", N="tensor", K="tensor", F="tensor", E="expert", V=
 # Weights are not split over D. If they were, each decode step would gather the whole model.
 ROLLOUT: Rules = dict(N="tensor", K="tensor", F="tensor", E="expert", V="tensor")
 ROLLOUT_SLICE: Rules = dict(ROLLOUT, E=SLICE)
-ROLLOUT_FSDP: Rules = dict(ROLLOUT, E="fsdp")  # Experts are copied over the axis "expert".
+ROLLOUT_FSDP: Rules = dict(ROLLOUT, E="fsdp")  # Experts are replicated over "expert".
 
 
 def make_meshes(
@@ -46,7 +46,7 @@ def make_meshes(
 ) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
   """Builds the meshes of trainer and sampler: one mesh for both if `rollout_mesh` is off.
 
-  The trainer takes the first of `devices`, and the sampler the next ones. None means all devices.
+  If it is on, the trainer takes the first of `devices` (None: all), and the sampler the next ones.
   Raises ValueError if the sizes do not fit the number of devices.
   """
   devices = jax.devices() if devices is None else devices
@@ -81,8 +81,8 @@ def make_mesh(
 ) -> jax.sharding.Mesh:
   """Builds a mesh over `devices` (None: all). Only the axis `data` crosses slices.
 
-  If the devices are `accelerators.Device`s, the mesh is abstract. Raises ValueError if the product
-  of the sizes is not the number of devices, or if `data` is not a multiple of the number of slices.
+  If the devices are `accelerators.Device`s, the mesh is abstract. Raises ValueError if the sizes
+  do not fit the number of devices, or if slices differ in size or cannot share `data` equally.
   """
   devices = jax.devices() if devices is None else devices
   sizes, named = axis_sizes(config), _named(config, section)
@@ -110,7 +110,7 @@ def make_mesh(
       f"{len(slices)}, and take the same number of devices from each slice"
     )
   within = [sizes[0] // len(slices), *sizes[1:]]
-  # An axis may take part of a side of the torus. A mesh of 8x8 on 4x4x4 needs this.
+  # A mesh axis may use a part of a torus dimension. A mesh of 8x8 on a 4x4x4 torus needs this.
   grids = [mesh_utils.create_device_mesh(within, x, allow_split_physical_axes=True) for x in slices]
   return jax.sharding.Mesh(np.concatenate(grids), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
 
@@ -121,10 +121,10 @@ def slice_of(device: Any) -> int:
 
 
 def rollout_rules(config: MeshConfig, mesh: jax.sharding.Mesh, experts: int) -> Rules:
-  """Returns the sampler's rules. Raises ValueError for indivisible experts."""
+  """Returns the sampler's rules. "all" and "fsdp" raise ValueError for indivisible experts."""
   name = config.rollout_experts
   rules = dict(fsdp=ROLLOUT_FSDP, expert=ROLLOUT).get(name, ROLLOUT_SLICE)
-  # Prefill splits experts over the axis `expert`, whatever the key is. Both splits must divide.
+  # Prefill always splits experts over `expert`. Both splits must divide the number of experts.
   chips = math.lcm(parts(rules["E"], mesh.shape), mesh.shape["expert"])
   if name in ("all", "fsdp") and experts % chips:
     text = f"mesh.rollout_experts={name}: {experts} experts do not divide over {chips} chips"
@@ -249,8 +249,8 @@ def spec_of(x: jax.Array) -> P:
 def gather(x: jax.Array, pspec: P) -> jax.Array:
   """Gathers `x` over "fsdp" into `pspec`, a spec without batch axes.
 
-  The transpose sums a gradient in two steps: first over "fsdp", where each device keeps one part,
-  and then this part over the other batch axes. A single step would sum whole gradients.
+  If "fsdp" splits `x`, gradients are summed in two steps: first over "fsdp", so each device keeps
+  one part, and then this part over the other batch axes. One step would sum whole gradients.
   """
   if without_mesh():
     return x
