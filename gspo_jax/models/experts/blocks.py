@@ -94,7 +94,7 @@ def block_layout(experts_Xk: jax.Array, num_experts: int, R: int, C: int = 0) ->
 def block_rows(experts_Xk: jax.Array, w: ExpertWeights, backward: bool = False) -> int:
   """Returns R, the rows of a block, a power of two.
 
-  To limit padding, R is at most half of the mean load, or 8 if that is more. If this limit permits,
+  To limit padding, R is at most half of the mean load, or 8 if half is less. If this limit permits,
   R is large enough for XLA to compute the product of a block on several cores. In the backward pass
   each block adds to the gradients of all weights of an expert. To have fewer such additions, R is
   at least 64 in the backward pass, if the limit permits.
@@ -160,7 +160,7 @@ def hidden_gradients(a_RF, u_RF, dh_RF, activation: Activation = swiglu):
 
 
 def _expert_gradients(x_RD, dy_RD, gate_R, w, dtype):
-  """Returns gradients of `_expert`: for x, for gate weights, and for the expert in `dtype`."""
+  """Returns gradients of x, of the gate weights, and of the expert's weights in `dtype`."""
   outer = functools.partial(jnp.matmul, preferred_element_type=dtype)
   gate_R1, dh_RF = gate_R[..., None], _multiply(dy_RD, w.down.mT)
   hidden = _hidden(x_RD, w)

@@ -18,8 +18,8 @@ from gspo_jax.models.weights import InStack
 from gspo_jax.settings.mesh import AXES
 from gspo_jax.sharding import BATCH, P
 
-# An expert's number of rows in `apply_one_hot` is a multiple of `ROWS`, because fewer rows are not
-# faster on TPU. For fewer tokens it is the number of tokens, rounded up to a multiple of 8.
+# `apply_one_hot` rounds an expert's number of rows up to a multiple of `ROWS`, because fewer rows
+# are not faster on TPU. If all tokens are fewer, their number is rounded up to a multiple of 8.
 ROWS = 64
 
 

@@ -59,7 +59,7 @@ def joined(w: ExpertWeights) -> GroupedWeights:
 
 
 def _ragged(x_RD, w_EDF, count_E, transposed=False, dtype=None) -> jax.Array:
-  """Multiplies each group's rows with its matrix, [R, F].
+  """Multiplies each group's rows with its matrix; returns [R, F].
 
   Rows are sorted by group; rows beyond the last group have undefined results.
 
@@ -172,7 +172,7 @@ def _pieces(experts_Xk: jax.Array, num_local: int) -> tuple[Pieces, int]:
 
 
 def _piece(pieces: Pieces, R: int, k: int, i: jax.Array, X: int):
-  """Returns tokens and assignments of piece i, and rows per expert.
+  """Returns tokens and assignments of piece i, and the number of rows per expert.
 
   Rows beyond the local experts' assignments have token X and assignment X·k, both out of range.
   """

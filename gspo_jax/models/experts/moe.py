@@ -8,7 +8,7 @@ the buffers several times, so no assignment is dropped. The experts' matrix prod
 `IMPLEMENTATIONS`:
 
   blocks    a loop over blocks of rows, each block for one expert; for many tokens on CPU
-  batched   one batched product, the same number of rows per expert; for few tokens, on CPU and GPU
+  batched   one product, equally many rows per expert, then blocks; for few tokens, on CPU and GPU
   triton    Pallas kernels for NVIDIA GPUs, on rows sorted by expert (interpreted elsewhere)
   ragged    `lax.ragged_dot` on rows sorted by expert; on GPU XLA multiplies all rows by all experts
   megablox  JAX's Pallas grouped matmul for TPU (interpreted elsewhere)
@@ -170,8 +170,8 @@ def choose_experts(
 def load_balance(stats: RouterStats, config: ModelConfig) -> jax.Array:
   """Returns E · Σ_e f_e P_e, averaged over layers; 1 if the load is balanced.
 
-  f_e is the share of all assignments with expert e, and P_e the mean router probability of expert
-  e. Switch Transformer, arXiv:2101.03961, eq. 4.
+  f_e is the share of all assignments that go to expert e, and P_e the mean router probability of
+  expert e. Switch Transformer, arXiv:2101.03961, eq. 4.
   """
   tokens = jnp.maximum(stats.tokens, 1)[..., None]
   f = stats.load_E / (tokens * config.experts_per_token)
@@ -296,8 +296,8 @@ def experts(
       weights = jax.tree.map(lambda w: w[0], weights.weights)
     else:
       weights = _gathered(weights, split, joins)
-    # Gradients of the weights have the dtype of `sink`: float32, if they are sums over chunks or
-    # blocks. Grouped kernels sum in float32 themselves, so their `sink` has the weights' dtype.
+    # Gradients of the weights have the dtype of `sink`: float32, since they may be sums over
+    # blocks or chunks. If gate and up are joined, and there is one chunk, the kernel sums in float32.
     in_kernel = joins and not 0 < chunk < B * T
     sink = weights if in_kernel else jax.tree.map(lambda w: w.astype(jnp.float32), weights)
     weights = jax.lax.stop_gradient(weights)

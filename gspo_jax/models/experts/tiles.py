@@ -1,9 +1,10 @@
-"""Tile sizes of megablox's kernels, and the bytes they move between HBM and vector memory.
+"""Tile sizes of the kernels of megablox, and the bytes moved between HBM and vector memory.
 
-The kernels' own cost estimates assume that every step fetches all its blocks. But Pallas fetches a
-block only if the previous step had a different block. `aot` uses the bytes returned here.
+Megablox is JAX's Pallas implementation of grouped matrix products for TPU. Its cost estimates are
+too high: they assume that each step of a kernel fetches all its blocks, but Pallas fetches a block
+only if the previous step had a different one. `aot` uses the bytes returned here instead.
 
-Tiles are (tm, tk, tn): rows, inner width and outer width of a step's block.
+Tile sizes are (tm, tk, tn): rows, inner width and outer width of the blocks in a step.
 """
 
 import math
@@ -11,8 +12,8 @@ from collections.abc import Iterator
 
 from gspo_jax.system.accelerators import Chip
 
-# The left factor has two buffers of one tile each. The compiler takes further memory for this
-# factor, here in tiles. The largest measured value is 1.2.
+# Memory that the compiler uses for the left factor in addition to its two buffers, in tiles. The
+# largest measured value is 1.2.
 COPY = 1.25
 Tiles = tuple[int, int, int]
 
@@ -26,7 +27,7 @@ def product_tiles(
   out_size: int,
   memory: int = Chip.vector_memory,
 ) -> tuple[Tiles, int]:
-  """Returns tiles of grouped products, and the bytes moved by them (`_best`).
+  """Returns the best tile sizes of a grouped product, and the bytes moved with them.
 
   A product is [rows, inner] @ [inner, outer]; each group of rows has a separate matrix.
 
@@ -37,8 +38,9 @@ def product_tiles(
   """
 
   def traffic(tm, tk, tn):
-    # The kernel loops over tiles of columns, of rows and of the inner width, outermost first. With
-    # one tile for the whole inner width, two visits in a row read a common tile once.
+    # The outermost loop is over tiles of outer columns, the next over visits (see `_visits`), and
+    # the innermost over tiles of the inner width. If one tile has the whole inner width, successive
+    # visits with the same rows, or with the same matrix, fetch them once.
     visits = _visits(rows, groups, tm)
     matrix_reads = groups if tk >= inner else visits
     column_tiles = -(-outer // tn)
@@ -63,10 +65,10 @@ def outer_tiles(
   out_size: int,
   memory: int = Chip.vector_memory,
 ) -> tuple[Tiles, int]:
-  """Returns tiles of sums of outer products, and the bytes moved by them (`_best`).
+  """Returns the best tile sizes of sums of outer products, and the bytes moved with them.
 
-  A sum is [inner, rows of a group] @ [rows of a group, outer], one for each group. It runs over the
-  rows; `inner` and `outer` are the sides of the result.
+  For each group, the kernel computes [inner, rows of the group] @ [rows of the group, outer]. Here,
+  `inner` and `outer` are the sides of the result.
 
   out_size: bytes written per element of a sum, plus those read if the sum is added to a total.
   """
@@ -84,8 +86,9 @@ def outer_tiles(
 def _best(rows, inner, outer, groups, traffic, footprint, memory) -> tuple[Tiles, int]:
   """Returns the candidate with the fewest moved bytes, and these bytes.
 
-  A candidate has a footprint of at most `memory`. It has as many rows as possible, up to 512 or up
-  to 256. Widths below 3 units of 128 stall products, so they are tried only if no wider tile fits.
+  A candidate has a footprint of at most `memory`. Its number of rows, tm, is the largest power of
+  two that divides `rows`, up to 512 or up to 256. Widths tk and tn below 3 · 128 stall products, so
+  they are tried only if no wider tile fits.
   """
   most = math.gcd(rows, 512)
   for least in (3, 1):
@@ -109,8 +112,8 @@ def _best(rows, inner, outer, groups, traffic, footprint, memory) -> tuple[Tiles
 def _visits(rows: int, groups: int, tm: int) -> int:
   """Returns the number of visits in the worst case.
 
-  A tile of rows has one visit for each group with rows in it. In the worst case, all groups begin
-  within a tile.
+  A tile of rows is visited once for each group with rows in the tile. In the worst case, all groups
+  but the first begin in the middle of a tile.
   """
   return -(-rows // tm) + groups - 1
 

@@ -28,7 +28,7 @@ def supports(*widths: int) -> bool:
 def product(
   x_RD: jax.Array, w_EDF: jax.Array, count_E: jax.Array, transposed: bool, dtype: Any
 ) -> jax.Array:
-  """Multiplies each group's rows with its matrix, [R, F]; see `groups._ragged`."""
+  """Multiplies each group's rows with its matrix; returns [R, F]. See `groups._ragged`."""
   (R, D), F = x_RD.shape, w_EDF.shape[1 if transposed else 2]
   tm, tn, tk = math.gcd(R, ROWS), math.gcd(F, WIDTH), math.gcd(D, INNER)
   expert_t, start_t, end_t = _tiles(count_E, R, tm)
