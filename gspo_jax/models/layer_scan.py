@@ -1,7 +1,8 @@
 """Scans over stacked layers. `ModelConfig.scans` splits a model's layers into scans.
 
-A step of a scan applies some layers of each stack, in an inner scan over these layers. In
-Qwen3-Next, a step applies three layers of linear attention, then one layer of full attention.
+A stack is a set of layers of one kind, with stacked weights. A step of a scan applies some layers
+of each stack, in an inner scan over these layers. In Qwen3-Next, a step applies three layers of
+linear attention, then one layer of full attention.
 """
 
 import functools
@@ -44,7 +45,7 @@ def apply(
     kvs: cache of each stack, None if there is no cache.
     blocks: weights of each stack.
     replayed_experts_lBTk: experts that replace the router's choice. None means no replay.
-    policy: name of the rematerialisation policy; ignored if there is a cache, without gradients.
+    policy: name of the rematerialisation policy; ignored if there is a cache.
     placement: positions, segments, `tree` and `from_start`, as in `layers.attend`.
   """
   cached, weights, layers, gathered = kvs[0] is not None, list(blocks), [], None
@@ -165,8 +166,8 @@ def _prefetch_experts(
   experts. The gathered weights of all layers are saved for the backward pass.
 
   Returns:
-    layers: `layers` with the gathered weights of the next layer in their carry.
-    inputs: for each stack a pair: its weights without experts, and the experts' weights that each
+    layers: functions that apply a layer, and return the next layer's gathered experts in the carry.
+    inputs: a pair for each stack: the weights without experts, and the experts' weights that each
       layer gathers for the next layer. The last layer of the scan gathers the experts of the first
       layer again, and does not use them.
     gathered: the gathered experts of the scan's first layer, for the initial carry.
@@ -203,7 +204,7 @@ def _prefetch_experts(
 
 
 def _over_layers(layer, carry, inputs, unroll):
-  """Scans over layers or steps. A single one is called directly, to copy no weights.
+  """Scans over layers or steps. A single layer or step is called directly, to copy no weights.
 
   unroll: whether to unroll the whole scan. Otherwise the loop stacks the residuals of all layers,
     which takes 10 to 20 % of an update's time on CPU. Loops are not unrolled in part, since JAX has
@@ -226,8 +227,8 @@ def _layer(
 ):
   """Computes one layer of the family.
 
-  Returns (hidden states, cache, None), and (chosen experts, router statistics). Chosen experts and
-  router statistics are None in a dense layer.
+  Returns the carry, with None in place of the prefetched weights, and (chosen experts, router
+  statistics). Chosen experts and router statistics are None in a dense layer.
 
   Args:
     carry: hidden states; cache of the layer's stack, None if there is no cache; prefetched weights

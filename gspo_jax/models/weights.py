@@ -49,8 +49,8 @@ class Attention:
   k: Any  # l D K H
   v: Any  # l D K H
   o: Any  # l N H D
-  q_norm: Any  # l H for each head, or l N H for all heads together; option `qk_norm`
-  k_norm: Any  # l H for each head, or l K H for all heads together; option `qk_norm`
+  q_norm: Any  # l H if each head is normalised, l N H if all together; option `qk_norm`
+  k_norm: Any  # l H if each head is normalised, l K H if all together; option `qk_norm`
   q_bias: Any  # l N H; option `attention_bias`
   k_bias: Any  # l K H; option `attention_bias`
   v_bias: Any  # l K H; option `attention_bias`
@@ -262,8 +262,8 @@ def gated_delta_table(c: ModelConfig, number: int) -> GatedDelta:
   """Declares the weights of linear attention in `number` stacked layers.
 
   Convolutions, decays and write strengths are computed in float32. Before training, at positions
-  where the projection `a` gives 0, the heads' decays are spread geometrically from exp(-0.001) to
-  exp(-0.1) per position, as in Mamba 2 (arXiv:2405.21060).
+  where the projection `a` gives 0, a head's decay is exp(-r). The rates r of the heads are spread
+  geometrically from 0.001 to 0.1, as in Mamba 2 (arXiv:2405.21060).
   """
   s = c.linear
   K, R = s.key_heads, s.value_heads // s.key_heads
@@ -293,7 +293,7 @@ def dense_table(w: functools.partial) -> Dense:
 
 
 def moe_table(c: ModelConfig, w: functools.partial, number: int, biases: bool) -> Moe:
-  """Declares a router, gated experts and the further parts of `model.router`.
+  """Declares a router, gated experts, and optional parts enabled by `model.router`.
 
   w: constructor from `weight_factory`.
   number: number of layers in the stack.

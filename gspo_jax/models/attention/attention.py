@@ -30,7 +30,7 @@ from gspo_jax.models.attention.blocks import (
 from gspo_jax.system import accelerators
 
 FORMULATIONS = ("plain", "blockwise", "splash", "cudnn")
-PLAIN = 128  # Maximum queries per row for `plain` under "auto"; without a kernel 2 · PLAIN.
+PLAIN = 128  # Maximum queries per row for `plain` under "auto"; doubled if no kernel is usable.
 CUDNN = "dot_product_attention_fwd_wrapper"  # Name of cuDNN's primitive, for `remat`.
 SLAB = 64  # Queries in one product of `plain`. The product skips keys after its last query.
 
@@ -209,8 +209,8 @@ class Paths(NamedTuple):
 
   A path is a prefix and one of its continuations. The packed rows store a prefix once. Attention
   runs on rows [R, F] instead, with all paths in full, one after another. If the packed row "abcdef"
-  has prefix "ab", attention's row is "abcdabef", with `read_RF` 0 1 2 3 0 1 4 5, `segment_RF`
-  1 1 1 1 2 2 2 2, and `back_RT` 0 1 2 3 6 7.
+  has prefix "ab" and continuations "cd" and "ef", attention's row is "abcdabef", `read_RF` is
+  0 1 2 3 0 1 4 5, `segment_RF` is 1 1 1 1 2 2 2 2, and `back_RT` is 0 1 2 3 6 7.
   """
 
   read_RF: jax.Array  # int32: index of the token in the flattened [R, T]; R·T for padding.
@@ -309,7 +309,7 @@ def attend_splash(
 ) -> jax.Array:
   """Attends with JAX's Pallas kernel for TPU; see `attend_self`.
 
-  T and S are padded to whole blocks, with a separate segment. H is padded to a multiple of 128.
+  T and S are padded to whole blocks; the padding has segment -1. H is padded to a multiple of 128.
   """
   from jax.experimental.pallas.ops.tpu import splash_attention as splash  # Slow import.
 

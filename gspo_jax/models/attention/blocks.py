@@ -16,7 +16,7 @@ from gspo_jax import sharding
 from gspo_jax.settings.mesh import AXES
 
 NEGATIVE = -1e30  # Score of an invisible key; -inf would give NaN for a query without any key.
-BLOCK = 512  # Approximate number of queries, and of keys, in a block of scores; on CPU a maximum.
+BLOCK = 512  # Approximate number of queries, and of keys, in a block; on CPU often less.
 RESIDUAL = "attention"  # Name of attention's outputs in rematerialisation policies.
 
 
@@ -86,7 +86,7 @@ class Queries(NamedTuple):
 
   last: jax.Array  # Index of the last key that the query may see; -1 for padding.
   segment: jax.Array
-  # Lower bound of the first visible index. None if there is no window.
+  # Lower bound of the first visible key's index. None if there is no window.
   first: jax.Array | None = None
   position: jax.Array | None = None  # None if there is no window.
 
@@ -103,7 +103,7 @@ def block_size(rows: int) -> int:
 
   On CPU, the size is at least 64 and at most `BLOCK`. Within these bounds, the scores of a block,
   rows · size² numbers, fit in a core's cache of about a megabyte. Attention with blocks of 512
-  would take twice as long.
+  would take twice as long. On other platforms, the size is `BLOCK`.
 
   rows: number of rows times heads, B·N.
   """

@@ -29,8 +29,8 @@ class Block:
   and decode steps overwrite the padding of a prefill before a query can read it.
 
   The last axis of keys is S, as in a query's scores; the last axis of values is H, as in a query's
-  output. On CPU bfloat16 values are stored as their bits in uint16: XLA would convert a whole
-  bfloat16 array to float32 and back for each partial write.
+  output. On CPU, bfloat16 keys and values are stored as bits in uint16: XLA would convert a
+  whole bfloat16 array to float32 and back for each partial write.
   """
 
   k_lBKHS: jax.Array

@@ -50,7 +50,7 @@ def step(inputs: Inputs, state_BKRHJ: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Computes one position, T = 1; returns outputs [B, 1, K, R, J] and states."""
   q_BKH, k_BKH, v_BKRJ, g_BKR, beta_BKR = (x[:, 0].astype(jnp.float32) for x in inputs)
   decay_BKRJ = jnp.exp(g_BKR)[..., None]
-  # Elementwise products and sums: a matrix product would round its inputs on TPU, and would not be
+  # No matrix products are used, since these would round their inputs on TPU, and would not be
   # faster. Since S_tᵀ q = e^g S_{t-1}ᵀ q + (k · q) u, both sums are over the old state. So one pass
   # reads the state for both.
   k_BKRHJ, q_BKRHJ = k_BKH[:, :, None, :, None], q_BKH[:, :, None, :, None]
@@ -106,9 +106,10 @@ def chunked(
 def _group(carry, part):
   """Computes the positions of a group of chunks; all but the states in parallel.
 
-  Within a chunk, all u_i solve (I + A) U = B, with A_ij = β_i e^(G_i - G_j) k_iᵀ k_j for j < i, and
-  the row β_i (v_i - e^G_i Sᵀ k_i) of B. G_i is the sum of g over the chunk's positions of i's
-  segment up to i. S is the state before the chunk, or 0 if that state belongs to another segment.
+  Within a chunk, all u_i solve (I + A) U = B. For j < i in i's segment, A_ij is
+  β_i e^(G_i - G_j) k_iᵀ k_j; all other A_ij are 0. Row i of B is β_i (v_i - e^G_i Sᵀ k_i). G_i is
+  the sum of g over the positions of i's segment in the chunk, up to i. S is the state before the
+  chunk, or 0 if that state belongs to another segment than i.
 
   carry: states before the group, and the segments to which they belong.
   """
@@ -194,7 +195,7 @@ def inverse(a_ij: jax.Array) -> jax.Array:
   [[X⁻¹, 0], [-Y⁻¹ A' X⁻¹, Y⁻¹]]. The sum of powers of -A would need fewer products, but its terms
   grow exponentially for equal keys.
   """
-  # On TPU, HIGH keeps about 16 bits of each factor. The rule's other products keep 8 bits.
+  # On TPU, HIGH keeps about 16 bits of each factor. JAX's default keeps 8 bits.
   product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGH)
   index = np.arange(a_ij.shape[-1])
   x_ij, rows = jnp.broadcast_to(np.eye(len(index), dtype=a_ij.dtype), a_ij.shape), 1

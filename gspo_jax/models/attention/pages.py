@@ -36,7 +36,7 @@ class Block:
 
   kv_lpK2SH: jax.Array  # p pages of S positions; axis 2 is key, value.
   scale_lpK2S: jax.Array | None = None  # Scales of int8 keys and values; None for other dtypes.
-  table_Bn: jax.Array | None = None  # As in `Pages`, which stores it once for all blocks.
+  table_Bn: jax.Array | None = None  # `Pages.table_Bn`; None in the blocks of `Pages`.
 
   @property
   def arrays(self) -> list[jax.Array]:
