@@ -296,8 +296,8 @@ def experts(
       weights = jax.tree.map(lambda w: w[0], weights.weights)
     else:
       weights = _gathered(weights, split, joins)
-    # Gradients of the weights have the dtype of `sink`: float32, since they may be sums over
-    # blocks or chunks. If gate and up are joined, and there is one chunk, the kernel sums in float32.
+    # Gradients of the weights have the dtype of `sink`. Sums over chunks or blocks need float32. If
+    # gate and up are joined, and there is one chunk, the grouped kernel itself sums in float32.
     in_kernel = joins and not 0 < chunk < B * T
     sink = weights if in_kernel else jax.tree.map(lambda w: w.astype(jnp.float32), weights)
     weights = jax.lax.stop_gradient(weights)
