@@ -294,8 +294,8 @@ def either(clipped_BX: Clipped, tokens: Tokens) -> Array:
 def update_metrics(batch: Batch, log_ratio: Array, live: Array, clipped_BX: Clipped) -> Metrics:
   """Computes metrics of a clipped objective: ratios and clip fractions.
 
-  `clip_fraction/token` is the share of tokens clipped by the upper or lower bound, in all tokens.
-  `clip_fraction/sequence` is the mean over responses of this share in a response's tokens.
+  `clip_fraction/token` is the number of tokens clipped by the upper or lower bound, divided by the
+  number of all tokens. `clip_fraction/sequence` is the mean of this fraction over responses.
 
   Args:
     log_ratio: log-ratios of the loss, by token, segment or response.

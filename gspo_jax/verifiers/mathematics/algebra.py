@@ -149,7 +149,10 @@ def _same_value(a, b) -> bool:
 
 
 def _is_zero(value) -> bool:
-  """Whether a number is 0. If its size leaves this open, SymPy must prove it."""
+  """Whether a number is 0.
+
+  A number is 0 only if SymPy proves it, unless the size is clearly above 1e-300.
+  """
   size = sp.Abs(value).evalf(15, maxn=800)
   if size.is_Float and size > sp.Float(10) ** -300 and size._prec > 1:
     return False

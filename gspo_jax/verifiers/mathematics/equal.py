@@ -77,7 +77,7 @@ def _same_choice(gold, ours) -> bool:
 
 
 def _spelling(node) -> str | None:
-  """Returns the text of a word or a single letter. Returns None for other nodes."""
+  """Returns the text of a word or of a single variable. Returns None for other nodes."""
   if isinstance(node, Word):
     return node.text
   if isinstance(node, Scalar) and isinstance(node.value, sp.Symbol) and not node.unit:

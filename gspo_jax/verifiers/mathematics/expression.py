@@ -62,7 +62,7 @@ class _Reader:
   def __init__(self, tokens: list[Token], sign: int):
     self.tokens, self.sign = tokens, sign
     self.position = self.depth = self.bars = 0  # `bars`: number of open |.
-    self.bound: set[str] = set()  # Variables of sums and limits. An i or e in it is no constant.
+    self.bound: set[str] = set()  # Variables of sums and limits; a bound i or e is no constant.
 
   def peek(self, offset: int = 0) -> Token:
     index = self.position + offset
@@ -153,7 +153,7 @@ class _Reader:
     return before * value
 
   def letters_before(self):
-    """Splits a word: of ab^2, returns a and leaves b. Returns 1 if the next token is no word."""
+    """Reads all but the last letter of a word, a of ab^2. Returns 1 if no word follows."""
     token = self.peek()
     if token.kind != "word":
       return sp.Integer(1)
@@ -164,7 +164,7 @@ class _Reader:
     return sp.Mul(*map(self.letter, token.text[:-1]))
 
   def exponent(self):
-    """Reads an exponent: an atom with an optional sign. x^a^b is x^(a^b)."""
+    """Reads an exponent: an atom with an optional minus sign. x^a^b is x^(a^b)."""
     self.depth += 1
     if self.depth > MAX_DEPTH:
       raise Unreadable("nested too deeply")
@@ -218,7 +218,7 @@ class _Reader:
     raise Unreadable(f"unexpected {token.text!r}")
 
   def mixed(self, value):
-    r"""Reads a fraction (3\frac{1}{2}) or base (204_5) after a number. Returns their value."""
+    r"""Reads a fraction or base after a number, as in 3\frac{1}{2} or 204_5. Returns the whole."""
     if base := self.base():
       return sp.Symbol(f"{value}_{base}", real=True)
     following = [self.peek(i) for i in range(4)]
@@ -311,7 +311,7 @@ class _Reader:
     return sp.Symbol(f"{value}_{digits}", real=True) if digits else value
 
   def argument(self):
-    r"""Reads a command's argument: a group, or a digit, letter or command, as 1 of \frac12."""
+    r"""Reads a command's argument, a group or a single token. \frac12 has the arguments 1 and 2."""
     if self.peek().text == "{":
       return self.bracket(self.take())
     token = self.peek()

@@ -11,7 +11,7 @@ from gspo_jax.verifiers import string_match, thought
 from gspo_jax.verifiers.mathematics import quantity, spelling, units
 from gspo_jax.verifiers.mathematics.spelling import DENIAL, FORMULA, TEXT, inside, plain, trim
 
-TAIL = 2000  # Characters searched at the end of a text without a box, or of the text after a box.
+TAIL = 2000  # Only so many last characters are searched: of the text, or of the text after a box.
 _MAX_MATCHES = 16  # Maximum number of boxes or markers to examine, from the end.
 BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![a-zA-Z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -366,8 +366,8 @@ def _after_box(text: str) -> str | None:
 def _is_listing(gap: str) -> bool:
   r"""Whether two boxes with the text `gap` between them are a list.
 
-  If so, the gap is short, and has no words or ends with "and" or "or". A relation, an arrow or the
-  end of a sentence is no such gap.
+  The gap of a list is short. It has no words, or it ends with "and" or "or" (`_JOINED`). It is no
+  relation, and contains no arrow and no end of a sentence.
   """
   if len(gap) > 80 or re.search(r"[.!?:]\s|\n\s*\n|\\[a-zA-Z]*arrow|\\to", gap):
     return False

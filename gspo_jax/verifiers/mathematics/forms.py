@@ -14,7 +14,7 @@ from gspo_jax.verifiers.mathematics.values import symbol
 
 MAX_ENTRIES = 100  # Maximum entries of a matrix.
 _MATRICES = frozenset("matrix pmatrix bmatrix Bmatrix smallmatrix array vmatrix".split())
-# Commands that end an expression.
+# Commands that end a product.
 ENDS = frozenset("cup cap setminus in notin le ge ne approx equiv to choose".split())
 
 

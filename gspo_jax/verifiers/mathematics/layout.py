@@ -35,7 +35,10 @@ def unwrap(tokens: list[Token]) -> list[Token]:
 
 
 def _replace_lines(tokens: list[Token]) -> list[Token]:
-  """Replaces environments of lines by their content, nested ones too. Simplifies bold names."""
+  """Replaces environments of lines, also nested ones, by their content.
+
+  Writes piecewise functions as `cases`, and simplifies bold names.
+  """
   result, index = [], 0
   while index < len(tokens):
     if tokens[index].kind == "command" and tokens[index].text == "bold":
@@ -94,7 +97,7 @@ def _has_argument(name: str, inside: list[Token]) -> bool:
 
 
 def _content(name: str, inside: list[Token]) -> list[Token]:
-  """Returns the simplified tokens of an environment. Returns [] for a matrix."""
+  """Returns the simplified tokens of an environment. Returns [] for one to leave unchanged."""
   rows = [row for row in cuts.cut(inside, "\\\\")[1] if any(t.kind != "separator" for t in row)]
   if name in _CASES:
     if any(map(_piece, rows)):

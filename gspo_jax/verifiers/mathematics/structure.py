@@ -56,7 +56,7 @@ _CHOICE = re.compile(
   r"\s*\\?(?:\(([A-J])\)\.?|([A-J])[.):](?![\w:])|([A-J])\s+(?=\d))\s*(|(?:[a-z]\s*=|-?[\d\\$.]).*)",
   re.DOTALL,
 )
-# A typeface of a choice's letter.
+# A command that sets the typeface of a choice's letter.
 _TYPEFACE = re.compile(r"^\s*\\(?:text\w*|mathbf|mathrm|boldsymbol|bm)\s*\{([^{}]*)\}(?:\\ )?")
 # A suffix "for all x" does not change a formula.
 _EVERY = r"(?:all|every|any|each)(?: real)?(?: numbers?)?"

@@ -60,7 +60,8 @@ for _line in _TABLE.strip().split("\n"):
   _dimension, _, _power = _key.partition("^")
   for _name, _scale, *_aliases in map(str.split, _entries.split(";")):
     UNITS |= dict.fromkeys([_name, *_aliases], (_dimension, int(_power or 1), F(_scale)))
-_TYPESET_ONLY = frozenset("ACFHT")  # Units only within \text; elsewhere choices or points.
+# Letters that are units only within \text. Elsewhere they are choices or points.
+_TYPESET_ONLY = frozenset("ACFHT")
 CURRENCIES = frozenset("dollar sterling euro yen rupee yuan".split())
 _SHAPES = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}  # Power of the unit after each word.
 _COMPOUND = {  # Abbreviations of several units.
@@ -165,8 +166,8 @@ def parse(text: str, currency: str = "", typeset: bool = False) -> tuple[F, Unit
   """Parses the words after a number to (factor, unit). Returns None for other words.
 
   The unit is None if the words are multipliers alone. A counted thing is a plural after a space.
-  After "per", any word of three or more letters is a counted thing unless `_CLOSED` or `_PART`
-  exclude it.
+  After "per", any word of three or more letters that is no unit is a counted thing, unless
+  `_CLOSED` or `_PART` excludes it.
 
   Args:
     text: words after the number, e.g. "apples", "cm^2", "miles per hour", "thousand dollars", "%".

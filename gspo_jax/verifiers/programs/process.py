@@ -57,8 +57,8 @@ class Sandbox(contextlib.AbstractContextManager):
     Args:
       isolation: "namespaces" or "none".
       limits: resources of each test.
-      channel: socket for the test's process. A sandbox with a channel runs a single test. If the
-        channel is None, there is no such socket, and any number of tests.
+      channel: socket for the test's process. A sandbox with a channel runs a single test. A
+        sandbox without a channel (None) runs any number of tests.
 
     Raises:
       SandboxError: the sandbox does not start, for example because the kernel denies a step.
@@ -119,7 +119,7 @@ class Sandbox(contextlib.AbstractContextManager):
       request: the test. The program's process has a copy, so the request must not depend on the
         expected output.
       most: maximum bytes of a reported output; None for no maximum. The maximum may depend on the
-        expected output, since the sandbox reads it only after the program's end.
+        expected output, since the sandbox reads the maximum only after the program's end.
 
     Raises:
       SandboxError: the sandbox died.
