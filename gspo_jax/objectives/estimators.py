@@ -57,7 +57,7 @@ _KINDS = ("std", "none", "leave_one_out")  # Estimators within a group, also for
 
 # By default, a configuration has the first of these estimators with nonempty `needs` that are all
 # met, if `kinds` allows the estimator of the loss's publication (`policy_loss`). If there is no
-# such estimator, the configuration has that of the publication.
+# such estimator, the default is the estimator of the publication.
 _ALL = (
   Estimator(
     "gae",

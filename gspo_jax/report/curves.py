@@ -196,7 +196,7 @@ def wants_log(series: Sequence[Row]) -> bool:
   Returns True if all three conditions hold:
 
     - No value is negative.
-    - At least five values are positive, and at least four fifths of all values.
+    - At least five values, and at least four fifths of all values, are positive.
     - The largest value is at least MIN_LOG_RATIO times the fifth percentile of positive values.
   """
   values = sorted(v for s in series if "constant" not in s for v in _all_values(s))

@@ -187,8 +187,8 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
   - a gradient of 0 in all rows, if there are at least three rows
   - skipped updates in each of the last three rows, or in all rows if there are fewer
 
-  The answer is "Look closer" after other skipped updates, after earlier alarms, and if in all rows
-  the gradient is 0 or rewards do not differ within any group.
+  Otherwise the answer is "Look closer" if there were skipped updates or alarms, if the gradient is
+  0 in all rows, or if rewards are equal within each group in all rows.
   """
   rows = by_phase["rl"]
   trained = [row for row in rows or by_phase["sft"] if row["step"] > 0]  # Step 0 only evaluates.

@@ -274,7 +274,7 @@ class _Remote:
   def _verify(self) -> None:
     """Compares the file's size with the hub's, and the SHA-256 if the hub names one.
 
-    Raises HubError, and removes the file, if they differ.
+    If one of the two differs, removes the file and raises HubError.
     """
     with open(self.partial, "rb") as file:
       digest = hashlib.file_digest(file, "sha256").hexdigest()

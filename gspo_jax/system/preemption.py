@@ -22,9 +22,8 @@ from jax.experimental import multihost_utils
 from gspo_jax.system import stops
 
 EXIT_CODE = stops.TRY_AGAIN
-# Grace period on these platforms, in seconds. Kubernetes, Slurm and preemptible machines of Google
-# usually send SIGKILL 30 s after SIGTERM. The run must end before SIGKILL, since only EXIT_CODE
-# causes a restart.
+# Grace period in seconds on Kubernetes, Slurm and machines of Google, which usually send SIGKILL
+# 30 s after SIGTERM. The run must end before SIGKILL, since only EXIT_CODE causes a restart.
 PLATFORM_S = 28.0
 BOARD = Path("/sys/class/dmi/id/product_name")  # File with the name of the machine (Linux).
 
@@ -194,10 +193,10 @@ def describe_resume(describe: Callable[[], str]) -> None:
 
 
 def check_alone() -> None:
-  """Calls `check`, unless other processes would have to call it too.
+  """Calls `check` if no other process must call it, too.
 
-  They would not have to if this thread has its own check (`checked_by`), or if there is only one
-  process.
+  This is the case if there is only one process, or if this thread has a separate check
+  (`checked_by`).
   """
   if jax.process_count() == 1 or getattr(_thread_check, "check", None):
     check()

@@ -113,7 +113,7 @@ def _install(numbers: Sequence[int]) -> tuple[dict[int, object], int]:
     threading.Thread(target=_listen_always, name="stops", daemon=True).start()
   wakeup = signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
   before = {n: signal.getsignal(n) for n in numbers}
-  # If Python reports _ignore, JAX may since have set another handler in C. It must stay.
+  # If Python reports _ignore, JAX may since have set another handler in C, which must stay.
   before = {
     n: handler for n, handler in before.items() if handler not in (signal.SIG_IGN, None, _ignore)
   }

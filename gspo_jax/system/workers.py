@@ -1,11 +1,10 @@
 """Threads for calls of user code, with time limits.
 
 A thread cannot be killed. If a call exceeds its limit, the call fails with TooLong, and a new
-thread replaces the call's thread, the old thread. `GivenUp` is raised in the old thread as soon as
-this thread runs Python code again. So `GivenUp` ends a loop of Python code, but not a wait for a
-socket or in `time.sleep`. All threads are daemons, so running threads do not keep the process
-alive. If MOST_HANGING old threads are still running, further calls fail at once. `Workers.wait`
-also checks for preemption.
+thread runs the next calls. In the old thread, `GivenUp` is raised as soon as the thread runs Python
+code again. So `GivenUp` ends a loop of Python code, but not a wait for a socket or in `time.sleep`.
+All threads are daemons, so running threads do not keep the process alive. If MOST_HANGING old
+threads are still running, further calls fail at once. `Workers.wait` also checks for preemption.
 """
 
 import concurrent.futures
