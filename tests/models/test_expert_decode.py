@@ -12,7 +12,7 @@ from support.small_models import MOE, expert_inputs, initial, plain_experts
 from gspo_jax import sharding
 from gspo_jax.models import publication, transformer
 from gspo_jax.models.attention import cache as kv_cache
-from gspo_jax.models.experts import decode, moe
+from gspo_jax.models.experts import blocks, decode, moe
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.sharding import ROLLOUT, ROLLOUT_FSDP, ROLLOUT_SLICE
 
@@ -82,6 +82,23 @@ def test_every_layout_gives_the_hidden_states_and_experts_of_one_device(
   for (hidden, experts), (expected_hidden, expected_experts) in zip(got, expected()):
     np.testing.assert_array_equal(experts, expected_experts)
     np.testing.assert_allclose(hidden, expected_hidden, atol=2e-5)
+
+
+def test_rows_of_an_expert_follow_the_load_over_all_chips_with_experts(monkeypatch):
+  loads = []
+
+  def batched_rows(X, load):
+    loads.append(load)
+    return 8, 8
+
+  monkeypatch.setattr(blocks, "batched_rows", batched_rows)
+  mesh = sharding.make_mesh(MeshConfig(1, 4, 2, 1))
+  with jax.set_mesh(mesh):
+    params = jax.device_put(initial(MOE), transformer.shardings(MOE, ROLLOUT_FSDP, mesh))
+    jax.eval_shape(cached, params, sharding.put_batch(TOKENS, mesh))
+  # Four of eight chips share the experts and gather their tokens, of a prefix and of a step.
+  tokens = {4 * 4, 4}
+  assert set(loads) == {n * MOE.experts_per_token / MOE.num_experts for n in tokens}
 
 
 def test_experts_go_over_all_chips_if_they_divide_and_a_router_is_whole():

@@ -196,8 +196,8 @@ def test_by_itself_it_takes_the_form_for_the_platform_and_the_load(monkeypatch):
   assert chosen(1) is chosen(1000) is groups.apply_megablox
   monkeypatch.setattr(sharding, "platform", lambda: "gpu")
   assert chosen(1) is chosen(1000) is groups.apply_triton
-  monkeypatch.setattr(moe, "choose", lambda name, load: name)
-  assert moe.choose_for_few("auto", 1).__closure__[0].cell_contents == "batched"
+  monkeypatch.setattr(moe, "multiply_batched", lambda *a: "batched")
+  assert moe.choose_for_few("auto", 1)(*"xgen", read=dict) == "batched"
 
 
 @pytest.mark.parametrize("busy", [(8, 0), (9, 0), (24, 0), (17, 7), (9, 9), (2, 22)])
@@ -207,7 +207,7 @@ def test_batched_has_room_for_what_busy_experts_take(busy):
   x, gate, _, w = expert_inputs(tokens=24, k=1)
   order = jax.random.permutation(jax.random.key(0), 24)
   index = index[order]
-  assert blocks.batched_rows(index, w) == (8, 8)
+  assert blocks.batched_rows(24, blocks.mean_load(index, w)) == (8, 8)
   got = scalar(lambda *a: blocks.apply_batched(*a, a[-1]), index)(x, gate, w)
   # The gradient of the weights goes to `sink` alone, which is the same array here.
   chex.assert_trees_all_close(got, scalar(plain_experts, index)(x, gate, w), rtol=1e-4, atol=1e-5)

@@ -244,14 +244,15 @@ def _blocks_backward(residuals, dy_XD):
 apply_blocks.defvjp(_blocks_forward, _blocks_backward)
 
 
-def batched_rows(experts_Xk: jax.Array, w: ExpertWeights) -> tuple[int, int]:
+def batched_rows(X: int, load: float) -> tuple[int, int]:
   """Returns C, and R ≤ C, the rows of a block.
 
-  C is about 1.2 times the mean load, at least 8 and at most X. R is at most 64 on CPU, and at most
-  256 elsewhere, since a GPU needs larger blocks to be busy.
+  C is about 1.2 times `load`, the mean number of assignments per expert. It is at least 8 and at
+  most X. R is at most 64 on CPU, and at most 256 elsewhere, since a GPU needs larger blocks to be
+  busy.
   """
   most = 6 if sharding.platform() == "cpu" else 8  # Exponents of 2.
-  C = min(experts_Xk.shape[0], max(8, -(-int(1.2 * mean_load(experts_Xk, w)) // 8) * 8))
+  C = min(X, max(8, -(-int(1.2 * load) // 8) * 8))
   return C, min(C, 1 << max(3, min(most, C.bit_length() - 2)))
 
 
@@ -288,8 +289,14 @@ def _slots(layout: Layout, part_EC: jax.Array) -> jax.Array:
   return jnp.pad(part, ((0, rest), *[(0, 0)] * (part.ndim - 1)))
 
 
-def _batched_forward(x_XD, gate_Xk, experts_Xk, w, sink):
-  E, (C, R) = len(w.gate), batched_rows(experts_Xk, w)
+def multiply_batched(
+  x_XD: jax.Array, gate_Xk: jax.Array, experts_Xk: jax.Array, w: ExpertWeights, load: float
+) -> jax.Array:
+  """Returns the result of `apply_batched`, without gradients.
+
+  load: mean number of assignments per expert.
+  """
+  E, (C, R) = len(w.gate), batched_rows(len(x_XD), load)
   layout = block_layout(experts_Xk, E, R, C)
 
   def block(y_ZD, start, assignment_R, expert, w):
@@ -297,12 +304,17 @@ def _batched_forward(x_XD, gate_Xk, experts_Xk, w, sink):
 
   y_ECD = _expert(*_rows(layout.assignment_Z[: E * C].reshape(E, C), gate_Xk, x_XD), w)
   y_ZD = _each_block(layout, C, R, w, _slots(layout, y_ECD), block)
-  return _sum_choices(y_ZD, layout, experts_Xk.shape[1]), (x_XD, gate_Xk, experts_Xk, w, sink)
+  return _sum_choices(y_ZD, layout, experts_Xk.shape[1])
+
+
+def _batched_forward(x_XD, gate_Xk, experts_Xk, w, sink):
+  y_XD = multiply_batched(x_XD, gate_Xk, experts_Xk, w, mean_load(experts_Xk, w))
+  return y_XD, (x_XD, gate_Xk, experts_Xk, w, sink)
 
 
 def _batched_backward(residuals, dy_XD):
   x_XD, gate_Xk, experts_Xk, w, sink = residuals
-  E, (C, R) = len(w.gate), batched_rows(experts_Xk, w)
+  E, (C, R) = len(w.gate), batched_rows(len(x_XD), mean_load(experts_Xk, w))
   layout = block_layout(experts_Xk, E, R, C)
 
   def gradients(assignment, w):

@@ -31,7 +31,12 @@ from jax.ad_checkpoint import checkpoint_name
 from gspo_jax import sharding
 from gspo_jax.models import layers
 from gspo_jax.models.experts import routing
-from gspo_jax.models.experts.blocks import ExpertWeights, apply_batched, apply_blocks
+from gspo_jax.models.experts.blocks import (
+  ExpertWeights,
+  apply_batched,
+  apply_blocks,
+  multiply_batched,
+)
 from gspo_jax.models.experts.decode import (
   apply_one_hot,
   experts_of_few,
@@ -193,9 +198,11 @@ def choose_for_few(implementation: str, load: float) -> Callable:
   """Returns the argument `apply` of `experts_of_few`, a product with local experts."""
   if implementation == "auto" and sharding.platform() == "tpu":
     return functools.partial(apply_one_hot, load=load)
-  if implementation == "auto" and sharding.platform() == "gpu":
-    implementation = "batched"
-  apply = choose(implementation, load)
+  if implementation in ("auto", "batched"):
+    return lambda x_XD, gate_Xk, experts_Xk, num_local, read: multiply_batched(
+      x_XD, gate_Xk, experts_Xk, read(), load
+    )
+  apply = choose(implementation)
 
   def apply_to_read(x_XD, gate_Xk, experts_Xk, num_local, read):
     weights = read()
