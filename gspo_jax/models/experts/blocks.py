@@ -302,9 +302,16 @@ def multiply_batched(
   def block(y_ZD, start, assignment_R, expert, w):
     return _update_rows(y_ZD, _expert(*_rows(assignment_R, gate_Xk, x_XD), w), start)
 
+  def with_blocks(y_ECD):
+    y_ZD = _each_block(layout, C, R, w, _slots(layout, y_ECD), block)
+    return _sum_choices(y_ZD, layout, experts_Xk.shape[1])
+
+  def without_blocks(y_ECD):
+    return _sum_choices(y_ECD.reshape(E * C, -1), layout, experts_Xk.shape[1])
+
   y_ECD = _expert(*_rows(layout.assignment_Z[: E * C].reshape(E, C), gate_Xk, x_XD), w)
-  y_ZD = _each_block(layout, C, R, w, _slots(layout, y_ECD), block)
-  return _sum_choices(y_ZD, layout, experts_Xk.shape[1])
+  # Without blocks, the results need no padding.
+  return jax.lax.cond(layout.end_E[-1] > 0, with_blocks, without_blocks, y_ECD)
 
 
 def _batched_forward(x_XD, gate_Xk, experts_Xk, w, sink):
