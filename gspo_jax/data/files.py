@@ -89,8 +89,8 @@ def read(spec: str, key: str) -> Iterator[Row]:
     return
   for file in named(spec, key):
     unit, read = next(r for suffix, r in _READERS.items() if file.name.endswith(suffix))
-    # Files of a pattern may have equal names in different directories, so ids have full paths. Even
-    # the id of a single match has one, since more files may match at a later start.
+    # Files of a pattern may have equal names in different directories, so ids have full paths. A
+    # single match has such ids too, since more files may match at a later start.
     name = str(file) if is_pattern(spec) else file.name
     try:
       for number, decode in read(file):

@@ -230,7 +230,8 @@ def _encode(
   if not truncated:
     stop, bare = tok.stop_ids[0], encoded
     encoded = [x if _ends_with_stop_string(x, tok, limits) else [*x, stop] for x in bare]
-    # The run that recorded the row may have had stop strings. They need no stop token.
+    # The recording run may have had stop strings. A response that ends with one needs no stop
+    # token.
     if truncated is False and "length" in row:
       encoded += bare
   length = row.get("length", len(encoded[0]))

@@ -1,4 +1,4 @@
-"""Continuations: texts after rendered prompts, on which a model is trained for given responses.
+"""Converts responses to continuations, the texts after rendered prompts in training data.
 
 A chat template renders a conversation of prompt and response as one text. The continuation is the
 part of this text after the rendered prompt, up to the end of the assistant's turn. It can differ

@@ -276,7 +276,7 @@ def epoch_of(source: Source) -> int:
 
 
 def _contents(source: Source) -> str:
-  """Identifies rows by number and checksum. An embedded task's checksum is over `probe` alone."""
+  """Returns the number of rows and their checksum, for embedded tasks over `probe` alone."""
   if isinstance(source, Mixture):
     return f"{source.weights}: {', '.join(map(_contents, source.sources))}"
   indices = probe(len(source)) if isinstance(source, Embedded) else range(len(source))

@@ -80,7 +80,7 @@ class HFTokenizer:
   special_tokens: dict[str, str]  # Dict from name (bos_token, eos_token, ...) to text.
   add_bos: bool  # Whether plain prompts begin with bos. (Chat templates write bos themselves.)
   pad_id: int
-  stop_ids: tuple[int, ...]  # The first, the end of a turn or else eos, ends demonstrations.
+  stop_ids: tuple[int, ...]  # Demonstrations end with the first: a turn's end, or else eos.
   vocab_size: int  # Largest id + 1.
   # Optional arguments of the chat template.
   arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -59,7 +59,7 @@ class Checkpointer:
     self.directory, self.config = config.phase_directory(workdir, phase), config
     # The best checkpoint has the largest product of `_sign` and the metric named `_best`.
     self._best, self._sign = config.best, 1 if config.best_is == "largest" else -1
-    self._last = time.monotonic()  # Time of the last save, or of opening before the first save.
+    self._last = time.monotonic()  # Time of the last save. Before the first save: of opening.
     self._mirror = Mirror(workdir, config.directory)
     self._failure: BaseException | None = None  # Error of a failed save.
     rules = [policies.LatestN(config.keep)]
@@ -78,7 +78,7 @@ class Checkpointer:
       cleanup_tmp_directories=True,
       async_options=ocp.AsyncOptions(
         post_finalization_callback=self._complete,
-        # With True, Orbax would report a directory that cannot be created only after 20 minutes.
+        # With True, Orbax would wait 20 minutes before it reports a failure to create a directory.
         create_directories_asynchronously=False,
       ),
     )

@@ -1,7 +1,7 @@
 """Checksums of weights, held-out problems and user functions named in a configuration.
 
 A resumed run must find the same contents under these names. Otherwise the reference policy of the
-KL penalty, the reward or the problems of the accuracy would change. For speed, only some blocks of
+KL penalty, the reward or the evaluated problems would change. For speed, only some blocks of
 a large file are read. A repository of the hub is pinned to a commit, and needs no checksum.
 `data.sources.Batches` compares the training data.
 """

@@ -76,7 +76,7 @@ def _check_replay(directory: str, iterations: int) -> None:
 
 
 def _check_apart(config: RunConfig, workdir: Path) -> None:
-  """Raises ValueError for an input path inside the workdir."""
+  """Raises ValueError if weights, teacher, batches or recorded responses are in the workdir."""
   read = [("distillation.teacher", config.distillation.teacher), ("rl.replay", config.rl.replay)]
   read += [("weights", config.weights)] if config.weights != "random" else []
   read += [("offline.data", path.strip()) for path in config.offline.data.split(",")]

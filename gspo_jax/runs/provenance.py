@@ -122,8 +122,8 @@ def record(
 def changes(recorded: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
   """Returns lines `key: old -> new` for changed keys. [] for a new run.
 
-  If an older version of the package recorded the configuration, it may lack keys. A missing key
-  counts as having its default, since the older version behaved like the default.
+  A configuration that an older version of the package recorded may lack keys. A missing key counts
+  as having its default, since the older version behaved like the default.
   """
   if not recorded:
     return []

@@ -27,7 +27,7 @@ from gspo_jax.settings.model import ModelConfig, from_json
 from gspo_jax.settings.training import LoraConfig
 from gspo_jax.system import files, hosts, hub
 
-PHASES = ("rl", "sft")  # A workdir names a checkpoint of the first phase with checkpoints.
+PHASES = ("rl", "sft")  # A workdir names a checkpoint of the first of these that has one.
 RANDOM = "random"
 
 

@@ -68,7 +68,8 @@ class Family:
   norm: norm of queries and keys, of each layer and of the last hidden states.
   norm_scale: options of `Weight` for the scales of these norms.
   norm_heads: whether q/k norms are over all heads together.
-  biases: whether experts have biases. If so, `attention_bias` includes the output projection.
+  biases: whether router and experts have biases. If so, `attention_bias` includes the output
+    projection.
   attention_gate: whether outputs of full attention are multiplied by a gate.
   experts: "any" if each layer may have experts, "none" if no layer may, "all" if every layer must.
   dense_activation: activation of dense layers, a function of x gate.

@@ -157,9 +157,11 @@ class Files:
     return name not in self.file_of and f"{name}_blocks" in self.file_of
 
   def in_files(self, needed: Mapping[str, int]) -> dict[str, int]:
-    """Converts numbers of elements of tensors to numbers of stored elements.
+    """Returns a dict: stored tensor -> number of its elements to read.
 
-    The numbers differ for MXFP4: files then have two tensors for one (`stored`).
+    A tensor in MXFP4 is stored as two tensors (`stored`), each with fewer elements.
+
+    needed: dict, tensor -> number of elements to read.
     """
     elements: dict[str, int] = collections.Counter()
     for name, count in needed.items():

@@ -26,12 +26,14 @@ from gspo_jax.settings.model import ModelConfig
 class Part(NamedTuple):
   """One parameter's elements on one axis of a tensor.
 
-  For each index of the outer letters, the axis has `total` elements in a row. The parameter's
-  elements among them begin at `start`, and are indexed by the inner letters. All elements begin at
-  `offset`. Examples, with gate and up of width F:
+  The axis has a run of `total` elements for each index of the outer letters. The first run begins
+  at `offset`. In each run, the parameter's elements begin at `start`, and the inner letters index
+  them. Examples:
 
     "F+", gate and up alternate: up has outer "F", inner "", offset 0, start 1, total 2.
     "+F", up follows gate: up has outer "F", inner "", offset F, start 0, total 1.
+    "N+H", each head has a query, then its gate [H]: the gate has outer "N", inner "H", offset 0,
+      start H, total 2 H.
   """
 
   outer: str
@@ -45,10 +47,10 @@ class Part(NamedTuple):
 class Leaf:
   """One parameter and its tensors in the files.
 
-  Several parameters of a block may share a tensor, such as gate and up. Then an axis has a "+": on
-  "+F", all of up follows all of gate; on "F+", the two alternate. In general, for each index of the
-  letters before the "+", the axis has elements of one parameter after the other. The letters after
-  the "+" index these elements. A tensor may have an axis O of size 1 that the parameter lacks.
+  Several parameters of a block may share a tensor, such as gate and up. Then an axis has a "+". Its
+  elements are sorted by the letters before the "+", then by parameter, then by the letters after
+  the "+". On "+F", all of up follows all of gate; on "F+", the two alternate. A tensor may have an
+  axis O of size 1 that the parameter lacks.
   """
 
   key: str  # Key of `architectures.names`, such as "attention.q".
@@ -58,8 +60,8 @@ class Leaf:
   axes: tuple[str, ...]  # Axes of each tensor; letters of merged axes together: ("NH", "D").
   # Layers of the block. (-1,): embedding. (number of layers,): final norm and head.
   layers: tuple[int, ...]
-  start: int = 0  # Start of the parameter behind the "+" of a shared axis.
-  total: int = 1  # Elements of all parameters behind the "+".
+  start: int = 0  # Position of the parameter for one index of the letters before a "+".
+  total: int = 1  # Number of all parameters' elements for such an index.
 
   @property
   def stacked(self) -> str:
@@ -86,7 +88,7 @@ class Leaf:
 
   @property
   def width(self) -> int:
-    """Number of the parameter's elements behind the "+" of a shared axis."""
+    """Number of the parameter's elements for one index of the letters before a "+"."""
     return math.prod(self.size(axis.partition("+")[2]) for axis in self.axes)
 
   @property
@@ -230,7 +232,7 @@ def require_finite(
 def tensors_of(leaves, arrays, plan) -> Iterator[np.ndarray]:
   """Yields the tensors of `plan`.
 
-  The host has one layer of one tensor's parameters at a time.
+  Parameters are fetched to the host layer by layer. Those that share a tensor are fetched together.
 
   plan: entries of `by_layer`.
   """

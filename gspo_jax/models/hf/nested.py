@@ -1,4 +1,4 @@
-"""Directories with more than a language model.
+"""Finds the parts of a Hugging Face directory beside its language model.
 
 The language model may be inside an outer model with a vision encoder, as in Gemma 3 from 4B on,
 Mistral 3 and Qwen3.5. GLM-4.5 has further layers, for multi-token prediction, after the last
@@ -16,7 +16,7 @@ from gspo_jax.models.hf.config import CheckpointError, read_json
 from gspo_jax.models.hf.files import Entry, Files
 from gspo_jax.system import hub
 
-# First part of the names of the language model's tensors -> first part of the name of its head.
+# Start of the names of the language model's tensors -> start of its head's name before "lm_head.".
 PREFIXES = {"model.language_model.": "", "language_model.model.": "language_model."}
 # First parts of the names of all tensors of a language model inside an outer model.
 _INSIDE = ("lm_head.", "language_model.", "model.language_model.")

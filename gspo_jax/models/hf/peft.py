@@ -36,7 +36,7 @@ _PLAIN = dict(
   bias=("none",),
   init_lora_weights=(True, False, "gaussian", "orthogonal", "eva", "mica"),
 )
-# Keys that may have any value, since they do not affect the sum or are checked elsewhere.
+# Keys that may have any value, since they do not affect W + BA or are checked elsewhere.
 _ANY = frozenset(
   """r lora_alpha lora_dropout target_modules exclude_modules layers_to_transform layers_pattern
   base_model_name_or_path revision auto_mapping inference_mode peft_version megatron_core
