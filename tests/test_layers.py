@@ -24,6 +24,7 @@ FLOORS = """
   run aot
   train sft
   main
+  __main__
 """
 FLOOR = {room: floor for floor, line in enumerate(FLOORS.split("\n")) for room in line.split()}
 LONGEST = 400  # lines of a file: one noun, one file

@@ -15,6 +15,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+import gspo_jax
 from gspo_jax.system import stops
 from gspo_jax.system.text import did_you_mean
 
@@ -37,7 +38,7 @@ HELP_KEYS = """
 
 USAGE = """\
 gspo-jax --config=NAME --workdir=DIR [--config.KEY=VALUE ...]
-  (python -m gspo_jax.main is the same)
+  (python -m gspo_jax is the same)
 
 Trains a language model with GSPO, or evaluates one. The same command on the same directory
 continues an interrupted run.
@@ -51,6 +52,7 @@ Flags:
   --topology=v5p:4x4x4  makes a --dry_run for these TPUs instead of the local devices; h100:8 is
                   a topology of GPUs
   --verbosity=1   prints tracebacks and messages of libraries
+  --version       prints the version
   --helpfull      lists the flags of all libraries too
 
 Configurations:
@@ -116,16 +118,19 @@ def resolve_config_flags(argv: Sequence[str]) -> list[str]:
 
 
 def begin(argv: Sequence[str]) -> None:
-  """Begins a run: handles signals and --help, checks packages, and prints a greeting.
+  """Begins a run: handles signals, --help and --version, checks packages, prints a greeting.
 
-  Ends the process after --help, without any argument, and if a package or the file of --config is
-  missing.
+  Ends the process after --help or --version, without any argument, and if a package or the file of
+  --config is missing.
 
   argv: command line, the program's name included.
   """
   stops.begin("ended; the same command continues from the files on disk")
   if HELP & set(argv[1:]):
     sys.stdout.write(usage())
+    sys.exit()
+  if "--version" in argv[1:]:
+    sys.stdout.write(f"gspo_jax {gspo_jax.__version__}\n")
     sys.exit()
   _require_packages("train")
   if problem := first_error(argv[1:]):

@@ -21,6 +21,7 @@ from support.command_line import (
 )
 from support.configs import config_of
 
+import gspo_jax
 from configs import common, moe_aime, tiny, tiny_ppo
 from gspo_jax.aot import plan
 from gspo_jax.cli import before_jax
@@ -51,6 +52,12 @@ def test_help_names_the_configurations_and_the_keys_with_their_reasons(tmp_path)
   assert "Also: tiny:gemma, tiny:hybrid\n" in done.stdout
   assert "rl.group_size=8               G, number of responses per prompt" in done.stdout
   assert all(len(line) <= 100 for line in done.stdout.splitlines() if "/" not in line)
+
+
+def test_the_package_is_a_command_and_names_its_version(tmp_path):
+  for module in "gspo_jax", "gspo_jax.main":
+    done = run_module("--version", module=module, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"gspo_jax {gspo_jax.__version__}\n"), done.stderr
 
 
 def test_help_needs_no_library_but_jax():
