@@ -138,7 +138,10 @@ def parse(argv: list[str], check: Callable[[], None] = lambda: None) -> list[str
     values(argv, known_only=True)
     if values.config is not None:
       _check_keys(argv, read_config_file(values.config))
-    rest = flags.FLAGS(argv)
+    try:
+      rest = flags.FLAGS(argv)
+    except SystemExit:  # After --help or --helpfull, absl's exit code is 1.
+      sys.exit()
     if rest[1:]:
       raise ValueError(f"{rest[1]!r} is no flag: write --name=value")
     if not flags.FLAGS["config"].value:

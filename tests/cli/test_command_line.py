@@ -293,6 +293,11 @@ def test_a_dump_of_nowhere_is_one_line(run_forked, tmp_path):
   assert "foo://x: foo:// is not supported" in done.stderr
 
 
+def test_the_compilers_help_is_no_error(run_forked, tmp_path):
+  done = run_forked("gspo_jax.aot", "--help", cwd=tmp_path)
+  assert done.returncode == 0 and "--topology" in done.stdout, done.stderr
+
+
 def test_the_compiler_says_what_is_wrong_in_one_line(run_forked, tmp_path):
   for flags, message in (
     (["--config=tinny"], "tinny"),
