@@ -17,7 +17,7 @@ from pathlib import Path
 
 import gspo_jax
 from gspo_jax.system import stops
-from gspo_jax.system.text import did_you_mean
+from gspo_jax.system.text import did_you_mean, near_path
 
 HELP = {"--help", "-help", "-h", "-?", "--helpshort", "-helpshort"}
 TRAIN = ("absl", "flax", "grain", "ml_collections", "optax", "orbax")
@@ -177,7 +177,9 @@ def missing_file(name: str) -> str:
   path = config_path(name).partition(":")[0]
   if os.path.isfile(path):
     return ""
-  hint = did_you_mean(path, config_names()) or f"; names: {', '.join(config_names())}"
+  names = config_names()
+  hint = did_you_mean(path, names) or near_path(path) or did_you_mean(Path(path).stem, names)
+  hint = hint or f"; names: {', '.join(names)}"
   return f"--config={name}: there is no file {path!r}{hint}"
 
 

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import gzip
 import logging
-import os
 import re
 import tempfile
 import zlib
@@ -20,7 +19,7 @@ from etils import epath
 from gspo_jax.settings.data import DataError
 from gspo_jax.system import jsons
 from gspo_jax.system.files import located
-from gspo_jax.system.text import did_you_mean
+from gspo_jax.system.text import near_path
 
 # A row's place (file and line, for messages), default id, and a function to decode the row.
 Row = tuple[str, str, Callable[[], Any]]
@@ -127,7 +126,7 @@ def named(spec: str, key: str) -> list[epath.Path]:
     raise DataError(f"{key}={spec}: {type(error).__name__}: {error}. Set --config.{key}") from error
   if not exists:
     none = "no file matches" if magic else "there is no file"
-    hint = ("" if magic else _near_file(spec)) or "."
+    hint = ("" if magic else near_path(spec)) or "."
     raise DataError(
       f"{key}: {none} {spec}{hint} Set --config.{key} to files ({', '.join(_READERS)}), "
       "tfds:name/split or a task of this package such as arithmetic:heldout"
@@ -136,14 +135,6 @@ def named(spec: str, key: str) -> list[epath.Path]:
     if not file.name.endswith(tuple(_READERS)):
       raise DataError(f"{key}: {file} ends in none of {', '.join(_READERS)}")
   return files
-
-
-def _near_file(spec: str) -> str:
-  """Suggests a similar file of the same directory; "" if none."""
-  folder, name = os.path.split(spec)
-  with contextlib.suppress(OSError):
-    return did_you_mean(name, os.listdir(folder or "."))
-  return ""
 
 
 def _json_row(line: bytes) -> Any:

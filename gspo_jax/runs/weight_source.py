@@ -26,6 +26,7 @@ from gspo_jax.runs import checkpoint, integrity, mirror, provenance
 from gspo_jax.settings.model import ModelConfig, from_json
 from gspo_jax.settings.training import LoraConfig
 from gspo_jax.system import files, hosts, hub
+from gspo_jax.system.text import near_path
 
 PHASES = ("rl", "sft")  # A workdir names a checkpoint of the first of these that has one.
 RANDOM = "random"
@@ -108,10 +109,7 @@ class RunCheckpoint:
     return jax.block_until_ready(merge(self.load_with_adapters(model, mesh)))
 
   def load_with_adapters(self, model: ModelConfig, mesh: jax.sharding.Mesh) -> Any:
-    """Loads parameters and adapters in the other run's dtypes, without merging them.
-
-    Raises ValueError as `load` does.
-    """
+    """Loads unmerged parameters and adapters in the other run's dtypes. Raises as `load` does."""
     dtype = self.config["compute"]["dtype"]
     return self.restore(abstract_params(model, mesh, sharding.TRAIN, dtype, self.adapters))
 
@@ -195,10 +193,11 @@ class WeightSource:
     """Raises ValueError if config.json is missing. Arguments as in `published_model`."""
     path = hub.directory(self.name)
     if not (path / "config.json").is_file():
+      near = "" if path.exists() else near_path(self.name)
       problem = "has no config.json" if path.is_dir() else "is not a directory"
       raise ValueError(
         f"{named} {problem}: set it to a Hugging Face directory (config.json and *.safetensors) or "
-        f"repository (OWNER/NAME), {alternatives}"
+        f"repository (OWNER/NAME), {alternatives}{near}"
       )
 
   @property

@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import math
 import numbers
+import os
 import re
 import struct
 import types
@@ -135,6 +136,9 @@ def check_value(kind: Any, value: Any, key: str) -> None:
     hint = did_you_mean(_SYNONYMS.get(word, word), map(str, choices))
     if isinstance(permitted, Name) and (name := ":".join(word.rsplit(".", 1))) in permitted:
       hint = f"; did you mean {name}?"  # A dot instead of the colon.
+    module = word.removesuffix(".py")
+    if isinstance(permitted, Name) and os.path.isfile(f"{module}.py"):
+      hint = f"; for a function in {module}.py write {module.replace('/', '.')}:FUNCTION"
     raise ValueError(f"{key}={value!r} is not {describe(kind)}{hint}")
   if isinstance(permitted, Range) and value not in permitted:
     as_float32 = " (in float32)" if isinstance(value, float) and value != _float32(value) else ""

@@ -1,6 +1,8 @@
 """Helpers for text on a terminal or a page."""
 
+import contextlib
 import difflib
+import os
 import re
 from collections.abc import Iterable
 
@@ -16,11 +18,22 @@ def visible(text: str) -> str:
   return _INVISIBLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-def did_you_mean(word: str, words: Iterable[str]) -> str:
-  """Returns a hint with the most similar word; "" if none is similar."""
+def did_you_mean(word: str, words: Iterable[str], prefix: str = "") -> str:
+  """Suggests the most similar word, or "".
+
+  prefix: text before the word.
+  """
   by_lower = {choice.lower(): choice for choice in words}
   near = difflib.get_close_matches(word.lower(), by_lower, n=1)
-  return f"; did you mean {by_lower[near[0]]}?" if near else ""
+  return f"; did you mean {prefix}{by_lower[near[0]]}?" if near else ""
+
+
+def near_path(path: str) -> str:
+  """Suggests the most similar path of a directory, or ""."""
+  folder, name = os.path.split(path.rstrip("/"))
+  with contextlib.suppress(OSError):
+    return did_you_mean(name, os.listdir(folder or "."), os.path.join(folder, ""))
+  return ""
 
 
 def clock_text(seconds: float) -> str:

@@ -159,6 +159,14 @@ def test_a_wrong_command_line_is_told_before_anything_is_loaded(capsys, monkeypa
   )
 
 
+def test_a_similar_path_of_a_configuration_is_suggested(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "own").mkdir()
+  (tmp_path / "own" / "mine.py").touch()
+  for name, near in ("own/mime.py", "own/mine.py"), ("confgs/tinny.py:x", "tiny"):
+    assert before_jax.missing_file(name).endswith(f"; did you mean {near}?")
+
+
 def test_what_a_configuration_says_of_itself():
   summary, hardware, variants = before_jax.describe(before_jax.CONFIGS / "gsm8k.py")
   assert summary.endswith("on one chip.") and "v5e (16 GiB)" in hardware

@@ -234,6 +234,7 @@ def test_a_forced_start_with_the_same_arrays_goes_on(pupil):
     ("checkpoints/sft/3", {}, r"not a complete checkpoint; complete steps: 2, 4"),
     ("checkpoints", {}, "config.json"),
     ("nowhere", {}, "is not a directory: set it to a Hugging Face directory .*, to the workdir of"),
+    ("chekpoints", {}, r"is not a directory: .*; did you mean /.*/checkpoints\?$"),
   ],
 )
 def test_other_models_and_incomplete_checkpoints_are_refused(
