@@ -74,7 +74,7 @@ STAGES = (
 STAGE_COLORS = dict(
   compile="grey", wait_for_sampler="green", sample="pink", score="teal", logp="orange",
   update="violet", publish="green", evaluate="blue", save="teal", report="amber",
-  restart="orange", wait="grey",
+  restart="orange", wait="green",
 )  # fmt: skip
 
 
