@@ -162,14 +162,7 @@ def run_job(run: Run) -> None:
   """Runs the configured job."""
   job = run.config.job
   if job == "eval":
-    params = train.start_policy(run, run.initial_params)
-    key = run.evaluate.key(params)
-    run.engine.load(params, version=0)
-    del params  # The engine has a copy.
-    row, records = run.evaluate(run.engine, key, alone=True)
-    run.writer.truncate("eval", -1)  # Drops the rows of an earlier job=eval in this workdir.
-    run.writer.dump_rollouts("eval", 0, records)
-    run.writer.write(dict(phase="eval", step=0) | row)
+    evaluate(run)
   if job == "sft" or (job == "sft+rl" and not sft.finished(run)):
     sft.sft(run)
   if job in ("rl", "offline"):
@@ -177,6 +170,23 @@ def run_job(run: Run) -> None:
   if job == "sft+rl":
     train.train(run, lambda: sft.params_after(run))
   run.evaluate.remove_log()
+
+
+def evaluate(run: Run) -> None:
+  """Evaluates the initial weights, unless an earlier start of the same job finished. Collective."""
+  finished = hosts.run_on_first_host(lambda: bool(run.writer.rows("eval")))
+  if finished and run.config.resume == "same":
+    if hosts.is_first():
+      sys.stderr.write("eval  finished before this start\n")
+    return
+  params = train.start_policy(run, run.initial_params)
+  key = run.evaluate.key(params)
+  run.engine.load(params, version=0)
+  del params  # The engine has a copy.
+  row, records = run.evaluate(run.engine, key, alone=True)
+  run.writer.truncate("eval", -1)  # Drops the rows of an earlier job=eval in this workdir.
+  run.writer.dump_rollouts("eval", 0, records)
+  run.writer.write(dict(phase="eval", step=0) | row)
 
 
 def result_lines(run: Run) -> Iterator[str]:

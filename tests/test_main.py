@@ -221,11 +221,16 @@ class Evaluates:
     pass
 
 
-def test_an_evaluation_job_replaces_its_own_row_and_no_others(tmp_path, monkeypatch):
-  """With resume=force its workdir may be one that a run has trained in."""
+@pytest.mark.parametrize("resume, evaluations", [("same", 1), ("force", 2)])
+def test_a_finished_evaluation_job_is_repeated_by_force_alone(
+  resume, evaluations, tmp_path, monkeypatch, capsys
+):
+  """It replaces its own row and no others: the workdir may be one that a run has trained in."""
+  loaded = []
   monkeypatch.setattr(train, "start_policy", lambda run, start_params: start_params())
   trained = [dict(phase="sft", step=4), dict(phase="rl", step=2)]
-  config, engine = SimpleNamespace(job="eval"), SimpleNamespace(load=lambda *_, **__: None)
+  config = SimpleNamespace(job="eval", resume=resume)
+  engine = SimpleNamespace(load=lambda *a, **_: loaded.append(a))
   for _ in range(2):
     with metrics.Writer(tmp_path) as writer:
       for row in trained:
@@ -234,6 +239,8 @@ def test_an_evaluation_job_replaces_its_own_row_and_no_others(tmp_path, monkeypa
       parts = dict(config=config, engine=engine, evaluate=Evaluates(), writer=writer)
       main.run_job(SimpleNamespace(initial_params=dict, **parts))
   assert [row["phase"] for row in rows(tmp_path)] == ["sft", "rl", "eval"]
+  assert len(loaded) == evaluations
+  assert ("finished before this start" in capsys.readouterr().err) == (resume == "same")
 
 
 def test_a_run_that_goes_on_with_other_code_says_so(finished, tmp_path):
