@@ -63,11 +63,14 @@ def accuracy_lines(benchmarks: Sequence[Benchmark], row: Row) -> Iterator[str]:
     if f"{b.prefix}accuracy/low" not in row:
       continue
     low, high = (row[f"{b.prefix}accuracy/{end}"] for end in ("low", "high"))
-    greedy = row.get(f"{b.prefix}greedy")
+    accuracy, greedy = row[f"{b.prefix}accuracy"], row.get(f"{b.prefix}greedy")
+    reward = row.get(f"{b.prefix}reward/mean", accuracy)
     yield (
-      f"{b.prefix}accuracy {row[f'{b.prefix}accuracy']:.1%}, 95% interval {low:.1%} to {high:.1%}"
+      f"{b.prefix}accuracy {accuracy:.1%}, 95% interval {low:.1%} to {high:.1%}"
       f" (avg@{b.config.samples}, problems: {len(b.problems):,})"
-      + ("\n" if greedy is None else f"; greedy {greedy:.1%}\n")
+      + ("" if greedy is None else f"; greedy {greedy:.1%}")
+      # Graded rewards may rise while no response is right.
+      + ("\n" if abs(reward - accuracy) < 1e-3 else f"; mean reward {reward:.3f}\n")
     )
 
 

@@ -36,3 +36,9 @@ def test_an_accuracy_is_printed_with_its_interval():
     "eval/accuracy 100.0%, 95% interval 100.0% to 100.0% (avg@4, problems: 30)\n",
     "eval/aime/accuracy 50.0%, 95% interval 25.0% to 62.5% (avg@4, problems: 30); greedy 75.0%\n",
   ]
+  graded = row | {"eval/reward/mean": 1.0, "eval/aime/reward/mean": 0.625}
+  assert list(accuracy_lines(sets, graded)) == [
+    "eval/accuracy 100.0%, 95% interval 100.0% to 100.0% (avg@4, problems: 30)\n",
+    "eval/aime/accuracy 50.0%, 95% interval 25.0% to 62.5% (avg@4, problems: 30); "
+    "mean reward 0.625\n",
+  ]
