@@ -140,7 +140,7 @@ def prompt(
     template = form.starter_template.replace("{starter}", str(starter))
   messages = [*before, tokenizer.user_turn(question, template)]
   text = tok.chat(messages)
-  _require_text_only(tok, text)
+  require_text_only(tok, text)
   tokens = tuple(tok.encode(text))
   if not all(c.keeps(len(tokens)) for c in filters if c.field == TOKENS):
     return None
@@ -157,7 +157,7 @@ def prompt(
   return structs.Prompt(row_id, question, answer, tokens, demonstration, info, thinks)
 
 
-def _require_text_only(tok: tokenizer.Tokenizer, text: str) -> None:
+def require_text_only(tok: tokenizer.Tokenizer, text: str) -> None:
   """Raises BadRow for a special token of an image, video or sound."""
   for match in _MEDIA.finditer(text):
     if len(tok.encode(match[0])) == 1:

@@ -14,6 +14,7 @@ import numpy as np
 
 from gspo_jax.data import replies, tokenizer
 from gspo_jax.data.files import BadRow, Skipped, read
+from gspo_jax.data.formats import require_text_only
 from gspo_jax.data.sources import Prompts
 from gspo_jax.settings.data import DataError
 from gspo_jax.settings.rewards import LARGEST_REWARD
@@ -146,6 +147,7 @@ def _read(
   question, reward = _text(row, "prompt"), _reward(row)
   messages = [tokenizer.user_turn(question, template)]
   text = tok.chat(messages)
+  require_text_only(tok, text)
   prompt_ids = _ids(row, "prompt_ids", limits.prompt_tokens, limits.vocabulary)
   if prompt_ids is None:
     prompt_ids = tok.encode(text)

@@ -51,8 +51,9 @@ def describe_old_policy(c: RunConfig) -> str:
   """
   if not (c.rl.lag or c.rl.partial) or not c.samples or c.objective.loss.recorded:
     return ""
-  age = f"up to {c.rl.lag} iterations old" if c.rl.lag else "older for carried-over tokens"
-  policy, note = f"the sampling weights, which are {age}", ""
+  ages = [f"up to {c.rl.lag} iterations old"] if c.rl.lag else []
+  ages += ["older for carried-over tokens"] if c.rl.partial else []
+  policy, note = f"the sampling weights, which are {' and '.join(ages)}", ""
   if c.objective.old_logp == "recompute":
     policy = f"the policy before an iteration's updates, not {policy}"
     note = f"; their difference is left to objective.correction.name={c.objective.correction.name}"

@@ -273,7 +273,11 @@ def test_prompts_with_images_are_refused_by_the_row(field, tmp_path):
   form = formats.Format("question", "answer", demonstration="demonstration", template="{question}")
   read = functools.partial(formats.prompt, form=form, tok=tok, max_tokens=100, default_id="0")
   if field == "question":
-    with pytest.raises(BadRow, match=r"the token <\|image_pad\|>, and only text is supported"):
+    refusal = r"the token <\|image_pad\|>, and only text is supported"
+    with pytest.raises(BadRow, match=refusal):
       read(row)
+    response = dict(prompt=row[field], response="2", reward=1.0)
+    with pytest.raises(BadRow, match=refusal):
+      recorded._read(response, tok, "{question}", recorded.Limits(1, 100, 10, 300))
     row[field] = row[field].replace("<|image_pad|>", "")  # Other names are text.
   assert read(row).question == row["question"]

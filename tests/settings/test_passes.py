@@ -56,7 +56,11 @@ CASES = {
       dict(rl__lag=2, objective__old_logp="sampler"),
       "ratios is the sampling weights, which are up to 2 iterations old",
     ),
-    (dict(rl__extra_prompts=2, objective__old_logp="behaviour"), "older for carried-over tokens"),
+    (dict(rl__extra_prompts=2, objective__old_logp="behaviour"), "are older for carried-over"),
+    (
+      dict(rl__lag=2, rl__extra_prompts=2),
+      "up to 2 iterations old and older for carried-over tokens; their",
+    ),
     (dict(rl__lag=2, objective__name="spo", objective__kl_coef=None), ""),
   ],
 )
