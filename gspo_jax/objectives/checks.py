@@ -145,6 +145,8 @@ def _shortened(value: object) -> str:
   """Describes a value in at most 80 characters."""
   if isinstance(value, Array):
     return f"an array of shape {list(value.shape)}"
+  if type(value) is tuple and len(value) <= 4:
+    return f"({', '.join(map(_shortened, value))})"  # Arrays of a transformation print as tracers.
   text = " ".join(repr(value).split())
   return text if len(text) <= 80 else f"{text[:77]}..."
 

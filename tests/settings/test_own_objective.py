@@ -25,6 +25,10 @@ def returns_seven(logp_BT, old_logp_BT, advantage_B, mask_BT):
   return 7
 
 
+def returns_pair(logp_BT, old_logp_BT, advantage_B, mask_BT):
+  return logp_BT.sum(), {}
+
+
 def branches(logp_BT, old_logp_BT, advantage_B, mask_BT):
   return 1 if logp_BT.sum() > 0 else 0
 
@@ -110,6 +114,10 @@ def test_an_estimator_of_rewards():
   "keys, message",
   [
     (dict(name="own_losses:returns_seven"), "returned 7, expected .Mean"),
+    (
+      dict(name="own_losses:returns_pair"),
+      r"returned \(an array of shape \[\], \{\}\), expected .Mean",
+    ),
     (
       dict(name="own_losses:branches"),
       r"TracerBool.*\(own_losses.py, line \d+\); .* use jnp.where",
