@@ -152,6 +152,10 @@ run() {
   done
 }
 
+if ! gcloud auth print-access-token >/dev/null 2>&1; then
+  echo "gcloud has no login: run gcloud auth login first" >&2
+  exit 1
+fi
 case ${1:-} in
   setup | delete) "$1" ;;
   run) shift; run "$@" ;;
