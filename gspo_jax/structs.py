@@ -147,7 +147,7 @@ class AdvantageInputs:
 class MetricInputs:
   """Inputs of metrics alone; no loss uses them."""
 
-  # float32: 1 on tokens that the weights before the updates sampled. None if these are all tokens
+  # float32: 1 on tokens sampled with the weights before the updates. None if all tokens are
   current_BT: Array | None = None
   # int32: age, in iterations, of the oldest weights that sampled tokens of the response; -1 if the
   # response has no version. None if no metric needs the age
@@ -192,7 +192,10 @@ class TrainBatch:
     return self.inputs.places and self.inputs.places.order_B
 
   def with_fields(self, **fields: Any) -> "TrainBatch":
-    """Returns the batch with replaced fields, also in nested structs."""
+    """Returns the batch with replaced fields.
+
+    A field may also be one of `critic_targets`, `advantage_inputs` or `metric_inputs`.
+    """
     parts = {}
     for name in ("critic_targets", "advantage_inputs", "metric_inputs"):
       part = getattr(self, name)

@@ -163,9 +163,9 @@ def examine(program: Program, topology: str, remat: str) -> Compiled:
 def _traffic(
   program: Program, costs: hlo_costs.Costs, chip: Chip, mesh: jax.sharding.Mesh, remat: str
 ) -> dict[str, Any]:
-  """Returns operations of the whole batch, and traffic per chip (to other hosts: per host).
+  """Returns operations of the whole batch, and traffic per chip.
 
-  The figures of a decode program are those of one step.
+  Only `network_bytes` are per host. The figures of a decode program are those of one step.
   """
   useful = flops = 0.0
   if program.work:
@@ -196,8 +196,8 @@ def _time_bounds(
 ) -> dict[str, Any]:
   """Returns the lower bounds of `chips.bound` on the seconds of a program.
 
-  For decode, these are the seconds of one step. With paged attention there is a further entry,
-  `idle_s`: the bound `serial_s` of a step if no slot has a response, so that nothing is read.
+  For decode, these are the seconds of one step. Decode has a further entry, `idle_s`. It is the
+  bound `serial_s` of a step in which no slot has a response, so paged attention reads no cache.
 
   work: row with the result of `_traffic`.
   """

@@ -11,8 +11,8 @@ kernel's bytes. For example, {"refill": 0.5, "paged_attention": 0.25} counts hal
 the body of the loop in `refill`, and a quarter of the kernel's bytes.
 
 A conditional counts as its branch with cuDNN's attention or, if there is none, as its branch for a
-false condition. In this package a true condition is an exception, such as more expert rows than fit
-into one chunk.
+false condition. In this package's programs for TPUs, conditions are rarely true. For example, one
+condition is that more expert rows exist than fit into one chunk.
 """
 
 import dataclasses

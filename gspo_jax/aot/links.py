@@ -6,8 +6,8 @@ collective is the fraction of an axis' speed that the collective uses:
   1    Chips send over both links of an axis. This is so if the collective spans several axes, or
        a whole side of the slice with wraparound links (a ring).
   1/2  Chips send over one link of an axis. This is so if the collective spans one axis alone, and
-       there a part of a side, or a side without wraparound links. It is also so for permutations,
-       since each chip sends in one direction.
+       does not span a whole side with wraparound links. It is also so for permutations, since each
+       chip sends in one direction.
 
 On v4, v5p and tpu7x, all sides of a slice have wraparound links if each side is a multiple of 4
 chips. Otherwise no side has them (https://docs.cloud.google.com/tpu/docs/v5p: "All 4x4x4 and larger

@@ -1,8 +1,9 @@
 """Finds the fastest settings of updates and of sampling, without compiling all of them.
 
-A candidate is the configuration with one aspect changed, such as the mesh. Compiling a candidate
-takes a minute or more. So lower bounds on memory and time (`estimate`, `iteration`) rule out most
-candidates, and only some of the remaining candidates are compiled.
+The candidates are the configuration itself, and the configuration with one aspect changed, such as
+the mesh. Compiling a candidate takes a minute or more. So lower bounds on memory and time
+(`estimate`, `iteration`) rule out most candidates, and only some of the remaining candidates are
+compiled.
 """
 
 import dataclasses
@@ -235,7 +236,7 @@ def updates(case: Case, devices: int, slices: int = 1) -> Lists:
   mesh = {axis: getattr(case.config.mesh, axis) for axis in AXES}
   remaining = max(1, devices // -math.prod(mesh.values()))  # Size of an axis configured as -1.
   case = changed(case, mesh={axis: remaining if n == -1 else n for axis, n in mesh.items()})
-  unchunked = dict(logits_chunk=case.length)  # Size from which chunks have no effect, by key.
+  unchunked = dict(logits_chunk=case.length)  # Chunks of this size have no effect.
   if case.model.num_experts:
     unchunked["expert_chunk"] = case.rows * case.length * case.config.mesh.tensor // devices
   remats = [changed(case, compute=dict(remat=policy)) for policy in ("none", *remat.POLICIES)]

@@ -143,7 +143,10 @@ def _fusion(instruction: Instruction, results: Sequence[Array]) -> float:
 
 
 def _unchanged(body: Sequence[Instruction]) -> set[str]:
-  """Returns names of values used by collectives, kernels and tuples alone."""
+  """Returns names of values that a fusion's computation neither reads nor writes.
+
+  Collectives, kernels and tuples in the fusion do not count as its computation.
+  """
   computed = [x for x in body if x.op not in (*COLLECTIVES, "custom-call", "tuple")]
   used = {operand for x in computed for operand in x.operands}
   parameters = {x.name for x in body if x.op == "parameter"}
@@ -151,7 +154,7 @@ def _unchanged(body: Sequence[Instruction]) -> set[str]:
 
 
 def _read(instruction: Instruction, result_elements: float | None = None) -> float:
-  """Counts the elements of a value read by its users in a fusion.
+  """Counts the elements of a value that its users in a fusion read.
 
   Each element counts at most once.
 
@@ -180,7 +183,7 @@ def _read(instruction: Instruction, result_elements: float | None = None) -> flo
 
 
 def _written(result: Instruction, size: float) -> float:
-  """Bytes written for a result of a fusion, for the whole result or for an update alone.
+  """Bytes written for a result of a fusion. Of an update in place, only the update counts.
 
   size: bytes of the whole result.
   """
