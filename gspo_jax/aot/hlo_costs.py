@@ -162,10 +162,10 @@ def overlapped(
   """Returns the overlapped fraction of each asynchronous collective, by name.
 
   A compiled program's text is in schedule order, so the instructions between a collective's start
-  and its end overlap the collective. A second of these instructions overlaps a second of one
-  pending collective, the earliest that still has a part without overlap. For example, if
-  collectives of 2 and 3 seconds are pending during 4 seconds of instructions, their fractions are 1
-  and 2/3. If `chip` is None, one instruction with work overlaps all pending collectives entirely.
+  and its end overlap the collective. Each second of instructions overlaps one second of one pending
+  collective, the earliest that is not yet fully overlapped. For example, if collectives of 2 and 3
+  seconds are pending during 4 seconds of instructions, their fractions are 1 and 2/3. If `chip` is
+  None, one instruction with work overlaps all pending collectives entirely.
 
   Args:
     body: instructions of a computation.
@@ -209,7 +209,7 @@ def overlapped(
 def seconds(instruction: Instruction, chip: Chip | None) -> float:
   """Returns an instruction's seconds of computation or HBM traffic.
 
-  An instruction takes the longest of three times: the compiler's estimate, its HBM traffic at full
+  An instruction takes the longest of three times: the compiler's estimate, the HBM traffic at full
   speed, and a kernel's stated operations at full speed. If `chip` is None, it takes 1 second.
   Collectives, copies and instructions without work take 0 seconds. A loop, conditional or call
   takes the sum over its body's executions.

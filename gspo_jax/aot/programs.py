@@ -138,7 +138,7 @@ class Case:
 
     Args:
       slots: slots over all devices.
-      shards: devices over which the slots are split.
+      shards: number of parts into which the mesh splits the slots.
     """
     n, page = slots // shards, self.engine.page_tokens
     window_pages = -(-self.workload.window // page) + 1

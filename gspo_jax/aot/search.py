@@ -274,11 +274,11 @@ def sampling(case: Case, shards: int) -> Lists:
 
   The first list is the configuration itself, the second has layouts, and the third has values of
   engine.prefill_tokens. A layout is a number of slots, a cache size and, if the model has experts,
-  a value of mesh.rollout_experts. The number of slots doubles from one per device to at most one
+  a value of mesh.rollout_experts. The number of slots doubles from one per shard to at most one
   per response. The cache has a full window per slot or, unless engine.cache is "dense", the size
   `Case.pool`.
 
-  shards: devices over which the slots are split.
+  shards: number of parts into which the mesh splits the slots.
   """
   most = case.workload.trajectories
   slots = case.engine.slots_for(most)

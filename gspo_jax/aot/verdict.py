@@ -29,7 +29,7 @@ def lines(
     rows: results of `compiler.examine`, one per program.
     case: compiled configuration and batch.
     topology: name of the topology.
-    shards: devices over which a batch is split.
+    shards: number of parts into which the mesh splits a batch.
     arguments: arguments of this command, which the next command repeats.
   """
   large = [row["program"] for row in rows if not row["fits"]]

@@ -2,7 +2,7 @@
 
 python -m gspo_jax.tasks arithmetic:train --first=0 --rows=64 >> sums.jsonl
 
-All problems of a task have a fixed random order. --first and --rows choose a range of it.
+The problems of a split have a fixed random order. --first and --rows choose a range of it.
 """
 
 import json
