@@ -124,10 +124,7 @@ def first_problem(inputs: Inputs, rewards: Sequence[float]) -> list[str]:
 
 
 def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
-  """Returns lines on a device's memory in updates and sampling.
-
-  The sizes of an update's temporary arrays are estimates.
-  """
+  """Returns lines on a device's memory, with estimates for the temporary arrays of an update."""
   c, mesh, samples_on = case.config, inputs.meshes.trainer, inputs.meshes.sampler
   sampler, state = programs.sampler_params(case, samples_on), programs.state_of(case, mesh)
   sampling = {"the sampler's weights": device_bytes(sampler)}

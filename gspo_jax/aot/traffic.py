@@ -143,9 +143,10 @@ def _fusion(instruction: Instruction, results: Sequence[Array]) -> float:
 
 
 def _unchanged(body: Sequence[Instruction]) -> set[str]:
-  """Returns names of values that a fusion's computation neither reads nor writes.
+  """Returns names of values outside a fusion's computation.
 
-  Collectives, kernels and tuples in the fusion do not count as its computation.
+  The computation neither reads nor writes these values. Collectives, kernels and tuples in the
+  fusion do not belong to the computation.
   """
   computed = [x for x in body if x.op not in (*COLLECTIVES, "custom-call", "tuple")]
   used = {operand for x in computed for operand in x.operands}
@@ -154,7 +155,7 @@ def _unchanged(body: Sequence[Instruction]) -> set[str]:
 
 
 def _read(instruction: Instruction, result_elements: float | None = None) -> float:
-  """Counts the elements of a value that its users in a fusion read.
+  """Counts the elements read from a value by its users in a fusion.
 
   Each element counts at most once.
 
