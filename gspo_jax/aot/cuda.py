@@ -61,7 +61,7 @@ def target_text(chip: Chip) -> str:
 def devices_of(topology: str, target: str = "") -> list:
   """Returns descriptions of a topology's GPUs, e.g. for "h100:8" or "h100:2x8".
 
-  target: GpuTargetConfigProto in text format; "" for `target_text`.
+  target: GpuTargetConfigProto in text format; "" means the result of `target_text`.
 
   Raises:
     ValueError: the extra aot-cuda is not installed, or XLA refuses the description.

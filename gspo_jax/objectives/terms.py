@@ -25,8 +25,8 @@ _KL: dict[str, Callable[[Array, Array, Array], Array]] = {
   "k3_weighted": kl_k3_weighted,
 }
 
-# Levels of importance correction (corrections.py) for losses with a ratio per response, and for
-# losses with a ratio per token. The first level is the default.
+# Levels of importance correction (corrections.py), the default first: `BY_RESPONSE` for losses with
+# a ratio per response, `BY_TOKEN` for losses with a ratio per token.
 BY_RESPONSE = ("geometric", "sequence")
 BY_TOKEN = ("token", "sequence", "geometric")
 
@@ -37,7 +37,7 @@ class Options(TypedDict, total=False):
   """Keyword arguments of every policy loss."""
 
   weight: Array  # [B] or [B, T]: factor of the objective, for example `truncated_weight`.
-  response_BT: Array  # Response of each token in packed rows, a number in [0, T).
+  response_BT: Array  # Index of each token's response in a packed row, in [0, T).
   ref_logp_BT: Array  # Log-probs of a reference policy.
   sampler_logp_BT: Array  # Log-probs of the sampler for "k3_weighted", by default `old_logp_BT`.
   # Estimate of KL(π_θ‖π_ref) in the penalty (kl.py): "k1", "k2", "k3" (default) or "k3_weighted".
@@ -56,13 +56,13 @@ class PolicyLoss(Protocol[Arguments]):
 
   __name__: str
   sums: Callable[Arguments, tuple[Mean, Metrics]]  # Loss and metrics, undivided (reductions.py).
-  # Returns the mask of clipped tokens, bool [B, T]. The objective has no gradient at clipped
-  # tokens, except in `cispo_loss`, where the gradient is bounded.
+  # Returns the mask of clipped tokens, bool [B, T]. Clipped tokens have no gradient, except in
+  # `cispo_loss`: there, the clipped ratio weights their gradient.
   clipped: Callable[Arguments, Array]
   undivided: Callable[Arguments, Sums]  # Returns the results of `sums` and `clipped`.
   arguments: tuple[str, ...]  # Names of all arguments.
-  options: Mapping[str, Any]  # Defaults of numbers and words, also those of KL and entropy.
-  choices: Mapping[str, tuple[str, ...]]  # Allowed values of options that are words.
+  options: Mapping[str, Any]  # Defaults of numeric and string options, with KL and entropy.
+  choices: Mapping[str, tuple[str, ...]]  # Allowed values of string options.
   by_token: bool  # Trainers pass an advantage for each token instead of each response.
   levels: tuple[str, ...]  # Allowed levels of importance correction; the first is the default.
   advantage: str  # Name of the estimator of advantages in the loss's publication.
@@ -86,14 +86,14 @@ def policy_loss(
   """Declares a function to be a policy loss, as a decorator.
 
   The function returns `Sums`. Its first arguments are logp_BT, old_logp_BT, advantage_B or
-  advantage_BT, and mask_BT. Further arguments are options (numbers or words with defaults) and
-  arrays of `Options`. A function with `**options` has all arguments of `Options`.
+  advantage_BT, and mask_BT. Further arguments are numbers or strings with defaults, and
+  arrays named in `Options`. A function with `**options` has all arguments of `Options`.
 
   Args:
     levels: allowed levels of importance correction, the default first. None means `BY_TOKEN` if
-      `by_token` is true, else `BY_RESPONSE`; no level for a loss without argument `weight`.
+      `by_token` is true, else `BY_RESPONSE`. A loss without argument `weight` has no levels.
     by_token: whether trainers pass an advantage for each token instead of each response. None means
-      that they do if the argument is called `advantage_BT`.
+      yes if the argument is called `advantage_BT`, else no.
     advantage: name of the estimator of advantages.
     recorded: whether the loss may learn from responses of another policy.
     to_reference: whether ratios are to a fixed reference policy.
@@ -202,7 +202,7 @@ def batch(
 
   Args:
     by_token: whether advantage and weight may differ between the tokens of a response. If not,
-      their shape is [B], or in packed rows also [B, T].
+      their shape is [B]. Packed rows may have [B, T], constant over each response.
     penalties: keyword arguments of `_penalty`.
   """
   shapes = ("B", "BT") if by_token or response_BT is not None else ("B",)
@@ -240,7 +240,7 @@ def token_sums(
 
 
 def mean_of_responses(batch: Batch, loss_BU: Array, factor_BU: Number = 1.0) -> Mean:
-  """Averages losses and mean penalties of responses, times `factor_BU`."""
+  """Averages each response's loss and mean penalty, times its factor."""
   loss_BU = ratios.finite(factor_BU * loss_BU)
   loss = jnp.where(batch.tokens.length_BU > 0, loss_BU, 0).sum()
   if batch.penalty_BT is not None:
@@ -261,8 +261,8 @@ def clip(
 
   The clipped ratio is the factor of A in min(r A, clip(r, 1 − clip_low, 1 + clip_high) A). It is
   at most 1 + clip_high where A > 0, and at least 1 − clip_low where A < 0. If a dual clip c is set,
-  it is also at most c where A < 0 (arXiv:1912.09729). The code compares log-ratios, since ratios
-  would be too coarse for ranges of 3e-4.
+  it is also at most c where A < 0 (arXiv:1912.09729). The code compares log-ratios, which
+  are more exact than ratios near 1.
 
   Args:
     ratio: r.
@@ -295,7 +295,7 @@ def update_metrics(batch: Batch, log_ratio: Array, live: Array, clipped_BX: Clip
   """Computes metrics of a clipped objective: ratios and clip fractions.
 
   `clip_fraction/token` is the number of tokens clipped by the upper or lower bound, divided by the
-  number of all tokens. `clip_fraction/sequence` is the mean of this fraction over responses.
+  number of all tokens. `clip_fraction/sequence` is the mean of the responses' own fractions.
 
   Args:
     log_ratio: log-ratios of the loss, by token, segment or response.
@@ -329,7 +329,7 @@ def ratio_metrics(log_ratio: Array, live: Array) -> Metrics:
 
 
 def _deviation(log_ratio: Array) -> Array:
-  """Returns r − 1, at most 1e15 for a finite square."""
+  """Returns r − 1, at most 1e15 to keep its square finite."""
   return jnp.minimum(ratios.bounded_expm1(log_ratio), 1e15)
 
 
@@ -337,8 +337,8 @@ def _drift(log_ratio_BT: Array, tokens: Tokens) -> Metrics:
   """Computes metrics of the distance from the old policy.
 
   `kl/k1` and `kl/k3` are estimates of KL(π_old‖π_θ) (kl.py). `ratio/tail` is the share of tokens
-  with a ratio above 2 or below 1/2. `ratio/effective_length` is the mean number of tokens over
-  which the log-ratio of a response is distributed (`clip_ranges.effective_length`). This metric
+  with a ratio above 2 or below 1/2. `ratio/effective_length` is the mean over responses of
+  the number of tokens that carry the log-ratio (`clip_ranges.effective_length`). This metric
   ignores log-ratios as small as rounding errors, and responses with only such log-ratios.
   """
   k3_BT = _deviation(log_ratio_BT) - log_ratio_BT

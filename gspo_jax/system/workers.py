@@ -4,7 +4,8 @@ A thread cannot be killed. If a call exceeds its limit, the call fails with TooL
 thread runs the next calls. In the old thread, `GivenUp` is raised as soon as the thread runs Python
 code again. So `GivenUp` ends a loop of Python code, but not a wait for a socket or in `time.sleep`.
 All threads are daemons, so running threads do not keep the process alive. If MOST_HANGING old
-threads are still running, further calls fail at once. `Workers.wait` also checks for preemption.
+threads are still running, further calls fail at once. `Workers.wait` also checks whether the run
+is preempted.
 """
 
 import concurrent.futures
