@@ -100,7 +100,7 @@ class Pool(contextlib.AbstractContextManager):
       RuntimeError: the pool is closed.
     """
     with self._lock:
-      if not self._workers:
+      if self._closed:
         raise RuntimeError("the pool is closed")
       try:
         return self._run(items) if items else []
@@ -117,10 +117,13 @@ class Pool(contextlib.AbstractContextManager):
 
   def close(self) -> None:
     """Kills the workers. The pool cannot be used again."""
-    self._closed = True  # Ends calls of `map` in other threads.
+    self._closed = True
     for worker in self._workers:
-      worker.kill()
-    self._workers = []
+      worker.interrupt()  # Ends a call of `map` in another thread, which holds the lock.
+    with self._lock:
+      for worker in self._workers:
+        worker.kill()
+      self._workers = []
 
   def __exit__(self, *_):
     self.close()
@@ -135,22 +138,19 @@ class Pool(contextlib.AbstractContextManager):
     waiting = collections.deque(range(len(items)))  # Indices of items to run.
     for worker in self._workers:
       worker.failed_starts = 0
-    workers = self._workers
     while True:
-      for worker in workers:
+      for worker in self._workers:
         while not worker.alive and worker.failed_starts < START_ATTEMPTS:
           worker.start()
         if waiting and worker.alive and worker.item is None:
           worker.send(waiting[0], items[waiting.popleft()], self._time_limit_s)
-      busy = [worker for worker in workers if worker.item is not None]
+      busy = [worker for worker in self._workers if worker.item is not None]
       if self._closed:  # By another thread, perhaps before a worker was started above.
-        for worker in workers:
-          worker.kill()
         raise RuntimeError("the pool is closed")
       if not waiting and all(worker.item == WARM_UP and items for worker in busy):
         return results
       if not busy:  # No worker could be started for the waiting items.
-        reason = f"no verifier process starts: {last_line(workers[0].reason)}"
+        reason = f"no verifier process starts: {last_line(self._workers[0].reason)}"
         for index in waiting:
           results[index] = Failure("crash", reason)
         return results
@@ -191,6 +191,7 @@ class _Worker:
 
   def __init__(self, function: str, warm_up: Any, memory_bytes: int | None):
     self._arguments, self._warm_up = [function, str(memory_bytes or 0)], warm_up
+    self._lock = threading.Lock()  # `interrupt` must not signal a process id that is free again.
     self.process, self.pipe = None, None  # None if there is no process.
     self.item, self.deadline = None, 0.0  # Index of the running item, None if idle; its deadline.
     self.failed_starts, self.reason = 0, ""  # Consecutive failed starts; the last one's reason.
@@ -254,21 +255,25 @@ class _Worker:
 
     Returns None if no result has arrived yet, and {} if the process died.
     """
-    if (pipe := self.pipe) is None:  # `Pool.close`, in another thread, has killed the process.
-      return {}
     try:
-      return json.loads(pipe.recv_bytes()) if pipe.poll() else None
+      return json.loads(self.pipe.recv_bytes()) if self.pipe.poll() else None
     except (EOFError, OSError, ValueError):
       return {}
 
+  def interrupt(self) -> None:
+    """Sends SIGKILL to the process, if any, and its child processes. Safe from any thread."""
+    with self._lock, contextlib.suppress(ProcessLookupError, PermissionError):
+      if self.process is not None:
+        # The process leads a process group, which includes all processes that it started.
+        os.killpg(self.process.pid, signal.SIGKILL)
+
   def kill(self) -> None:
-    """Kills the process, if any, and its child processes."""
-    process, pipe = self.process, self.pipe
-    self.process, self.pipe, self.item = None, None, None
+    """Kills the process, if any, and its child processes; waits for its end."""
+    self.interrupt()
+    with self._lock:
+      process, self.process = self.process, None
+    pipe, self.pipe, self.item = self.pipe, None, None
     if process is not None:
-      # The process leads a process group, which includes all processes that it started.
-      with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
       process.kill()
       process.wait()
       children.process_groups.discard(process.pid)

@@ -271,3 +271,20 @@ def test_close_ends_a_call_of_another_thread():
   thread.join(30)
   assert not thread.is_alive()
   assert isinstance(errors[0], RuntimeError) and "closed" in str(errors[0])
+
+
+def test_closing_changes_no_worker_during_a_call_of_another_thread(monkeypatch):
+  evaluate, wait = evaluator(workers=1), pool.connection.wait
+  closing = threading.Thread(target=evaluate.close)
+
+  def close_and_wait(pipes, timeout):
+    if closing.ident is None:
+      closing.start()
+      closing.join(0.5)
+    return wait(pipes, timeout)
+
+  monkeypatch.setattr(pool.connection, "wait", close_and_wait)
+  with pytest.raises(RuntimeError, match="closed"):
+    evaluate.map(["__import__('time').sleep(60)"])
+  closing.join(30)
+  assert not closing.is_alive() and not evaluate.pids
