@@ -50,6 +50,7 @@ def test_gold_answers_verify_in_every_form_and_perturbed_ones_do_not(verifier, f
 def test_outcomes(verifier):
   rows = tables.read(Path(__file__).parent / "mathematics" / "outcomes.txt")
   rows.append((rf"\boxed{{{'1+' * 600}1}}", "601", "unparsable"))
+  rows.append((rf"\boxed{{\{{{'1,' * 64}1\}}}}", r"\{1\}", "unparsable"))
   responses, golds, expected = zip(*rows)
   outcomes = verifier.score(responses, golds)
   assert [*zip(responses, golds, outcomes)] == [*zip(responses, golds, expected)]

@@ -42,7 +42,7 @@ from gspo_jax.verifiers.mathematics.tokens import (
 _REFUSALS = (  # Errors of SymPy for unsupported operations, such as unsolvable inequalities.
   ArithmeticError, AttributeError, IndexError, NotImplementedError, RecursionError, TypeError,
 )  # fmt: skip
-MAX_ITEMS = 64  # Maximum number of items in a list or tuple, or of pieces of a function.
+MAX_ITEMS = 64  # Maximum number of items in a list, tuple or set, or of pieces of a function.
 MAX_UNIT = 16  # Maximum number of tokens in a unit.
 _SETS = {"R": sp.S.Reals, "Z": sp.S.Integers, "N": sp.S.Naturals, "Q": sp.S.Rationals}
 _NOTHING = re.compile(
@@ -297,6 +297,8 @@ class _Structure:
     if not inner:
       return Region(sp.S.EmptySet) if opening in ("\\{", "{") else None
     parts = split(inner)
+    if len(parts) > MAX_ITEMS:
+      raise Unreadable("too many items")
     if opening in ("\\{", "{"):
       builder = cuts.cut(inner, ":", "|")[1]
       if opening == "\\{" and len(builder) == 2 and names.name(cuts.without_reals(builder[0])):
@@ -309,7 +311,7 @@ class _Structure:
     if len(parts) == 1 and inner[0].text == "begin":
       return self.parse(inner)
     brackets = "()" if opening == "langle" else opening + closing
-    if brackets not in ("()", "[]", "(]", "[)") or len(parts) > MAX_ITEMS:
+    if brackets not in ("()", "[]", "(]", "[)"):
       raise Unreadable("brackets do not match")
     items = tuple(self.parse(part) for part in parts)
     return Group("tuple", items, brackets if len(items) == 2 else "()")
