@@ -26,7 +26,7 @@ def charge(
   figures `reward` (before costs) and `cost`. If no costs are configured, nothing is changed. If
   `environment.charge=right`, only right conversations have costs. If calls have a cost
   (`environment.call_cost`), the environment must report as many tool calls as the driver counted.
-  Otherwise a conversation with costs fails.
+  Otherwise the conversation fails, even if it has no costs.
 
   Args:
     right_from: smallest reward of a right conversation. None means that a conversation is right if
@@ -43,7 +43,7 @@ def charge(
     # The sum in float64 does not depend on the distribution of rewards over turns.
     reward, cost = float(trajectory.rewards.sum(dtype=np.float64)), 0.0
     charged = config.charge == "all" or is_right
-    if charged and config.call_cost and not trajectory.failure:
+    if config.call_cost and not trajectory.failure:
       trajectory.failure = _disagreement(trajectory)
     if charged and not trajectory.failure:
       calls_U = np.array(trajectory.calls) if config.call_cost else np.zeros(trajectory.turn)

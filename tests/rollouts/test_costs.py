@@ -187,7 +187,8 @@ def test_an_environment_that_makes_several_calls_in_a_turn_or_none():
   assert by_turn(trajectory) == [-0.5, 0, -0.25, 0]
 
 
-def test_calls_that_cannot_be_charged_are_a_failure_of_their_conversation():
+@pytest.mark.parametrize("charge, cost", [("all", 0.1), ("right", 0)])  # None is right.
+def test_calls_that_cannot_be_charged_are_a_failure_of_their_conversation(charge, cost):
   class Reports(Silent):
     def figures(self):
       return dict(tool_calls=7)
@@ -195,12 +196,13 @@ def test_calls_that_cannot_be_charged_are_a_failure_of_their_conversation():
   reports, plain = (say(Trajectory((5,), 0, 0, kind()), "a", "done") for kind in (Reports, Silent))
   costs.charge([reports], priced(token_cost=0.1))  # which does not ask for calls
   assert not reports.failure
-  _, worth = costs.charge([reports, plain], priced(call_cost=0.1))
+  prices = dataclasses.replace(priced(call_cost=0.1), charge=charge)
+  _, worth = costs.charge([reports, plain], prices)
   assert re.search(
     r"environment\.call_cost.*Reports.*tool_calls=7, but the driver counted 1:",
     reports.failure,
   )
-  assert not plain.failure and worth == pytest.approx(-0.1)
+  assert not plain.failure and worth == pytest.approx(-cost)
 
 
 EXPENSIVE = dict(environment=Counting, environment__token_cost=0.01, environment__call_cost=0.25)
