@@ -1,9 +1,9 @@
 """Verifier with a user's function, named `package.module:function`, in worker processes.
 
 The function takes the text of a response and the record of its prompt: a dict of texts with `id`,
-`question`, `answer`, and the other fields of the data row. The function returns the reward: a bool,
-a number of absolute value up to `LARGEST_REWARD`, or a text of such a number. A response is right
-if its reward is at least `reward.right_from` (1 if this key is unset).
+`question`, `answer`, and the other fields of the data row. The function returns the reward: a bool
+or a number of absolute value up to `LARGEST_REWARD`. A response is right if its reward is at least
+`reward.right_from` (1 if this key is unset).
 
 A call that exceeds the time limit is a timeout. A call that raises an exception or returns any
 other value is a crash. After a timeout or a crash, the response has no verdict, so it is neither
@@ -12,6 +12,7 @@ right nor wrong. The function's memory is not limited, since the function may lo
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -65,20 +66,22 @@ def call(item: list[Any]) -> float:
     item: `[name, response, record]`. `[name]` alone only imports the function, and returns 0.
 
   Raises:
-    TypeError: the returned value is neither a number nor a text.
-    ValueError: the returned text is not a number, or the number is NaN or beyond `LARGEST_REWARD`.
+    TypeError: the returned value cannot be converted to a number.
+    ValueError: the returned value is a text, NaN or beyond `LARGEST_REWARD`.
   """
   name, *arguments = item
   function = _load(name, name)
   if not arguments:
     return 0.0
   try:
-    value = float(function(*arguments))
+    result = function(*arguments)
+    value = math.nan if isinstance(result, str | bytes) else float(result)
   except Exception as error:  # User code may raise anything.
     error.add_note(user_code.describe_error(error, name))  # The pool reports the last line.
     raise
   if not abs(value) <= LARGEST_REWARD:  # NaN fails too.
     raise ValueError(
-      f"{name} returned {value}: return a number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
+      f"{name} returned {result!r:.40}: return a number from {-LARGEST_REWARD:g} to "
+      f"{LARGEST_REWARD:g}"
     )
   return value

@@ -15,7 +15,7 @@ def by_length(response, prompt) -> float:
   if response == "nan":
     return float("nan")
   if response == "text":
-    return "right"
+    return "0.5"
   return min(1.0, len(response) / len(prompt["answer"]))
 
 
