@@ -84,9 +84,9 @@ class Driver:
   def run(self, enough: Callable[[], bool] = lambda: False) -> Iterator[Trajectory]:
     """Yields trajectories as they finish, until all have finished or `enough()` returns True.
 
-    Once `enough()` is True, the driver submits no more requests, and stops the engine. It waits
-    until environments have answered all finished turns, and yields the trajectories that these
-    answers end.
+    The driver calls `enough` before each step of the engine. Once `enough` has returned True, the
+    driver submits no more requests, and stops the engine. It waits until environments have answered
+    all finished turns, and yields the trajectories that these answers end.
 
     If an environment or a response fails, its trajectory finishes with `failure` set. Call `run`
     once. Unfinished trajectories keep their tokens; to resume them, pass them to `begin` of a new
