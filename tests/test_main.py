@@ -319,7 +319,7 @@ COMMANDS = {
   "TINY --config.weights=HERE/file": r"weights=HERE/file is not a directory: .* random\n",
   "TINY --config.data.train=HERE/file": r"data.train: HERE/file ends in none of .jsonl",
   "TINY --config.checkpoint.directory=HERE/file": r"checkpoint.directory=HERE/file is a file",
-  "TINY --config.reward.name=nowhere:f": r"reward.name='nowhere:f': there is no module nowhere",
+  "TINY --config.reward.name=nowhere:f": r"'nowhere:f' cannot be imported: .*on PYTHONPATH",
   "TINY --config.reward.name=verifier:number": r"verifier:number'.*is not a function",
   "TINY --config.environment.name=talk:Talk": r"environment.name='talk:Talk' fails .*KeyError",
   "TINY --config.environment.name=syntax:Talk": r"environment.name='syntax:Talk'.*SyntaxError",

@@ -152,15 +152,10 @@ def check_importable(name: str, key: str = "reward.name") -> None:
   module = name.partition(":")[0]
   sys.path.append(os.getcwd())  # Worker processes search the working directory, too.
   try:
-    spec = importlib.util.find_spec(module)
+    if importlib.util.find_spec(module) is None:
+      raise ModuleNotFoundError(f"No module named {module!r}", name=module)
   except Exception as error:  # `find_spec` imports parent packages; user code may raise anything.
-    hint = user_code.near_modules(module) if isinstance(error, ModuleNotFoundError) else ""
-    raise ValueError(f"{key}={name!r}: {type(error).__name__}: {error}{hint}") from error
-  if spec is None:
-    raise ValueError(
-      f"{key}={name!r}: there is no module {module} in the working directory or on PYTHONPATH"
-      f"{user_code.near_modules(module)}"
-    )
+    raise user_code.import_error(error, module, f"{key}={name!r}") from error
 
 
 def check_lines(config: RewardConfig) -> None:

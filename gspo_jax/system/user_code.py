@@ -29,11 +29,7 @@ def load(name: str, label: str) -> Callable[..., Any]:
     exists = hasattr(imported, function)  # True also if the module's __getattr__ returns a value.
     loaded = getattr(imported, function) if exists else None
   except (Exception, SystemExit) as error:  # User code may raise anything.
-    absent = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
-    searched = f"; it is searched in {os.getcwd()} and on PYTHONPATH"
-    hint = f"{searched}{near_modules(module)}" if absent else ""
-    message = f"{type(error).__name__}: {error}{hint}"
-    raise ValueError(f"{label} cannot be imported: {message}") from error
+    raise import_error(error, module, label) from error
   if not exists:
     hint = did_you_mean(function, vars(imported))
     raise ValueError(f"{label} cannot be imported: {module} has no {function}{hint}")
@@ -42,10 +38,14 @@ def load(name: str, label: str) -> Callable[..., Any]:
   return loaded
 
 
-def near_modules(module: str) -> str:
-  """Suggests a similar module of the working directory; "" if none."""
-  name = module.removesuffix(".py").rpartition("/")[2]
-  return did_you_mean(name, (path.stem for path in Path().glob("*.py")))
+def import_error(error: BaseException, module: str, label: str) -> ValueError:
+  """Returns the error for a module whose import raised `error`; `label` is that of `load`."""
+  hint = ""
+  if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+    name = module.removesuffix(".py").rpartition("/")[2]
+    near = did_you_mean(name, (path.stem for path in Path().glob("*.py")))
+    hint = f"; it is searched in {os.getcwd()} and on PYTHONPATH{near}"
+  return ValueError(f"{label} cannot be imported: {type(error).__name__}: {error}{hint}")
 
 
 def describe_error(error: BaseException, name: str) -> str:
