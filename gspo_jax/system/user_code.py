@@ -39,7 +39,7 @@ def load(name: str, label: str) -> Callable[..., Any]:
 
 
 def import_error(error: BaseException, module: str, label: str) -> ValueError:
-  """Returns the error for a module whose import raised `error`; `label` is that of `load`."""
+  """Returns the error of `load` for an `error` during the import of a module."""
   hint = ""
   if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
     name = module.removesuffix(".py").rpartition("/")[2]
