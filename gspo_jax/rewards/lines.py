@@ -19,6 +19,7 @@ import numpy as np
 
 from gspo_jax.rewards import shaping
 from gspo_jax.settings.rewards import RewardConfig
+from gspo_jax.verifiers.pool import Failure
 
 # Function from a response and a gold answer to verdicts on the expected lines.
 RightLines = Callable[[str, str], Sequence[bool]]
@@ -43,9 +44,22 @@ def line_verifier(module: Any, name: str) -> RightLines:
   return right_lines
 
 
+def line_verdicts(
+  right_lines: RightLines, responses: Sequence[str], answers: Sequence[str]
+) -> list[Sequence[bool] | Failure]:
+  """Verifies each response's lines. A response on which `right_lines` raises has a `Failure`."""
+  results = []
+  for response, answer in zip(responses, answers, strict=True):
+    try:
+      results.append(right_lines(response, answer))
+    except Exception as error:  # Verifiers may raise anything, on arbitrary policy output.
+      results.append(Failure("crash", f"{type(error).__name__}: {error}"))
+  return results
+
+
 def rewards(
   config: RewardConfig,
-  right_lines: RightLines,
+  verdicts_BU: Sequence[Sequence[bool] | Failure],
   responses: Sequence[str],
   answers: Sequence[str],
   correct_B: np.ndarray,
@@ -59,7 +73,7 @@ def rewards(
 
   Args:
     config: section `reward`: partial credit and noise rates.
-    right_lines: function of the verifier.
+    verdicts_BU: result of `line_verdicts`. After a failure, all lines have the reward 0.
     responses: texts of the responses.
     answers: gold answers.
     correct_B: 1 for responses that the verifier accepts as a whole, 0 otherwise.
@@ -71,8 +85,9 @@ def rewards(
   """
   rates, rewards_BU = (config.false_positive, config.false_negative), []
   flips = dict(false_positive=0, false_negative=0) if any(rates) else {}
-  for response, answer, correct in zip(responses, answers, correct_B, strict=True):
-    texts, verdicts = response.split("\n"), right_lines(response, answer)
+  batch = zip(verdicts_BU, responses, answers, correct_B, strict=True)
+  for verdicts, response, answer, correct in batch:
+    texts, verdicts = response.split("\n"), [] if isinstance(verdicts, Failure) else verdicts
     right_U = np.array(verdicts[: len(texts)], bool)
     if flips:
       chance_U = _chances(texts[: len(right_U)], f"0/{answer}\0")
@@ -82,7 +97,7 @@ def rewards(
       right_U ^= flips_U
     partial = config.partial or 1.0
     reward_U = np.zeros(len(texts), np.float32)
-    reward_U[: len(right_U)] = right_U * (partial / len(verdicts))
+    reward_U[: len(right_U)] = right_U * (partial / (len(verdicts) or 1))
     reward_U[-1] += (1 - partial) * correct
     rewards_BU.append(reward_U)
   return rewards_BU, flips

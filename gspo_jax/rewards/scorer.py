@@ -261,6 +261,11 @@ def _score(
   failed = [isinstance(response, pool.Failure) for response in responses]
   sampled = iter(_verdicts(verify, [x for x, fails in zip(batch, failed) if not fails]))
   verdicts = [(x, None) if fails else next(sampled) for x, fails in zip(responses, failed)]
+  answers = [prompt.answer for prompt in prompts]
+  if right_lines is not None:
+    verdicts_BU = lines.line_verdicts(right_lines, responses, answers)
+    pairs = zip(verdicts_BU, verdicts)
+    verdicts = [(x, None) if isinstance(x, pool.Failure) else verdict for x, verdict in pairs]
   unknown = {
     i: ": ".join(filter(None, [str(outcome), getattr(outcome, "reason", "")]))
     for i, (outcome, _) in enumerate(verdicts)
@@ -270,12 +275,11 @@ def _score(
   pairs = zip(exact, (value for _, value in verdicts))
   values = np.array([right if value is None else value for right, value in pairs], np.float32)
   graded = right_lines is not None or any(value is not None for _, value in verdicts)
-  answers = [prompt.answer for prompt in prompts]
   by_line, line_values, flips = None, None, {}
   if right_lines is not None:
     plain = dataclasses.replace(config, false_positive=0.0, false_negative=0.0)
-    by_line, flips = lines.rewards(config, right_lines, responses, answers, exact)
-    line_values, _ = lines.rewards(plain, right_lines, responses, answers, exact)
+    by_line, flips = lines.rewards(config, verdicts_BU, responses, answers, exact)
+    line_values, _ = lines.rewards(plain, verdicts_BU, responses, answers, exact)
     values = _sums(line_values)
   right_from = config.threshold if graded else 1.0
   correct = np.maximum(exact, shaping.reaches(values, right_from))

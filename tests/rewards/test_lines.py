@@ -47,6 +47,17 @@ def test_lines_sum_to_what_the_whole_is_worth(partial):
     np.testing.assert_allclose(line_rewards, other, rtol=1e-6)
 
 
+def test_a_failure_on_the_lines_of_a_response_is_an_outcome_of_this_response(monkeypatch):
+  def right_lines(response, answer):
+    return [line == "3:00" for line in (response or None).split("\n")]  # Fails on the last one.
+
+  monkeypatch.setattr(recurrence, "right_lines", right_lines)
+  scores = score(false_negative=0.1)
+  assert scores.unknown == {4: "crash: AttributeError: 'NoneType' object has no attribute 'split'"}
+  assert scores.outcomes["crash"] == 1 and scores.reward[4] == scores.correct[4] == 0
+  assert scores.correct.tolist() == [1, 1, 0, 1, 0]
+
+
 def test_what_is_added_goes_to_the_last_line():
   options = dict(overlong_weight=1.0, overlong_max=100, overlong_buffer=50)
   scores, plain = score(lengths=[75] * 5, **options), score()
@@ -102,6 +113,7 @@ def test_lines_are_rewarded_in_linear_time(unit):
   answer = "\n".join("x" for _ in range(100))
 
   def reward(text):
-    lines.rewards(config, recurrence.right_lines, [text], [answer], np.zeros(1))
+    verdicts = lines.line_verdicts(recurrence.right_lines, [text], [answer])
+    lines.rewards(config, verdicts, [text], [answer], np.zeros(1))
 
   assert_linear(reward, lambda length: (unit * (length // len(unit)),))
