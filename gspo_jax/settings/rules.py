@@ -254,6 +254,8 @@ UNUSED = (
     lambda c: not c.model.num_experts, "test_epochs"),
   Unused("rl_optimizer.router_rate", "has no effect: no router is trained ({model.num_experts}, "
     "{lora.rank})", lambda c: not c.model.num_experts or c.lora.rank > 0, "test_optimizer"),
+  Unused("critic_optimizer.router_rate", "has no effect, since {critic.name}, {model.num_experts}",
+    lambda c: c.critic.name != "model" or not c.model.num_experts, "test_optimizer"),
   Unused("data.checks", "is for demonstrations of calculator, and {data.train} has none",
     lambda c: bool(c.data.train) and "calculator:" not in c.data.train, "test_costs"),
   Unused("data.skipped_work", "is for demonstrations of arithmetic, and {data.train} has none",

@@ -318,6 +318,11 @@ REFUSED = [
     r"rl_optimizer\.router_rate=0\.0 has no effect: no router is trained .*lora\.rank=4.*to 1",
   ),
   (
+    PPO,
+    dict(critic_optimizer__router_rate=0.0, critic__name="head"),
+    r"critic_optimizer\.router_rate=0\.0 has no effect, since critic\.name='head', .*to 1",
+  ),
+  (
     BASE,
     dict(distillation__discount=0.5),
     r"distillation\.discount=0\.5 has no effect without a teacher",
