@@ -24,7 +24,7 @@ class Reader:
   check: Check | None = None  # Check of gold answers; None for no check.
   prefix: str = ""  # Prefix of ids.
   filtered: int = 0  # Number of rows excluded by the conditions so far.
-  # Dict from id to the file and line of the row.
+  # Dict from id, with its prefix, to the file and line of the row.
   places: dict[str, str] = dataclasses.field(default_factory=dict)
 
   def __call__(self, rows: Iterable[Row]) -> list[structs.Prompt]:
@@ -47,16 +47,17 @@ class Reader:
         if prompt is None:
           self.filtered += 1
           continue
-        if prompt.id in self.places:
-          message = f"the id {prompt.id!r} is also that of {self.places[prompt.id]}"
+        unique_id = self.prefix + prompt.id
+        if self.places.get(unique_id, place) != place:
+          message = f"the id {prompt.id!r} is also that of {self.places[unique_id]}"
           raise BadRow(f"{message}. Make ids unique")
         if self.check:
           try:
             self.check(prompt.answer)
           except ValueError as error:
             raise BadRow(f"{error}. Correct the row") from error
-        self.places[prompt.id] = place
-        prompts.append(dataclasses.replace(prompt, id=self.prefix + prompt.id))
+        self.places[unique_id] = place
+        prompts.append(dataclasses.replace(prompt, id=unique_id))
     return prompts
 
   @property

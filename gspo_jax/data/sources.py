@@ -109,12 +109,9 @@ def load_spec(
   if len(weights) not in (0, len(parts)) or not all(weights):
     raise DataError(f"{key}={spec!r}: either every source has a weight above 0, or none has one")
   if len(parts) == 1:
-    return _load_part(config, tok, parts[0], key, "", check)
-  # Rows of two files may have the same id, so ids begin with the source's name.
-  sources = [
-    _load_part(config, tok, part, key, f"{part['form'] or ''}@{part['path']}#", check)
-    for part in parts
-  ]
+    return _load_part(config, tok, parts[0], key, None, check)
+  places = {}  # `Reader.places` of all parts, since two parts may read the same file.
+  sources = [_load_part(config, tok, part, key, places, check) for part in parts]
   return Mixture(tuple(sources), tuple(weights or map(float, map(len, sources))))
 
 
@@ -139,16 +136,19 @@ def _load_part(
   tok: tokenizer.Tokenizer,
   part: re.Match,
   key: str,
-  prefix: str,
+  places: dict[str, str] | None,
   check: Check | None,
 ) -> Source:
-  """Returns the prompts of one source."""
+  """Returns the prompts of one source. `places` is None for a spec of one source."""
   path = part["path"]
   if path.partition(":")[0] in TASKS:
     if part["where"] or part["form"]:
       raise DataError(f"{key}={part[0]}: embedded tasks have neither formats nor filters")
     return Embedded(config, tok, path, key)
+  # Rows of two files may have the same id, so ids begin with the source's name.
+  prefix = "" if places is None else f"{part['form'] or ''}@{path}#"
   reader = reader_of(config, tok, part, key, prefix, check)
+  reader.places = {} if places is None else places
   prompts = reader(read(path, key))
   if not prompts:
     raise DataError(f"{key}={path}: the data set is empty ({reader.left_out})")

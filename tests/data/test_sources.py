@@ -108,6 +108,13 @@ def test_duplicated_id_names_both_rows(tmp_path):
   assert source.skipped == 1
 
 
+def test_duplicated_ids_in_two_parts_of_a_file_are_found_and_rows_in_both_parts_are_not(tmp_path):
+  path = write(tmp_path / "a.jsonl", [{"id": 1, "level": level, **GOOD} for level in (1, 2)])
+  with pytest.raises(sources.DataError, match=r"line 2: the id '1' is also that of .*, line 1"):
+    load(f"{path} where level==1, {path} where level==2")
+  assert len(load(f"{path} where level==1, {path} where level<2")) == 2
+
+
 @pytest.mark.parametrize("rows", [[], [{"question": ""}]])
 def test_empty_data_set_is_an_error_also_when_skipping(tmp_path, rows):
   with pytest.raises(sources.DataError, match=r"a.jsonl: the data set is empty"):
