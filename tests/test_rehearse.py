@@ -53,7 +53,7 @@ REFUSED = {
   ),
   "a conversation that cannot begin": (
     dict(job="eval", environment__name="verifiers_of_a_test:Long"),
-    r"Long\.reset\(\) begins with 9 tokens",
+    r"environment\.name='verifiers_of_a_test:Long' fails .*Long\.reset\(\) begins with 9 tokens",
   ),
   "an environment that takes no turn": (
     dict(job="eval", environment__name="verifiers_of_a_test:Text"),

@@ -141,7 +141,8 @@ def try_environment(
   longest, limit = config.data.max_prompt_tokens, config.sampling.max_new_tokens
   (trials,) = new_groups([prompt], 2, 0, longest, environment, render, None, tok.vocab_size)
   if failures := [trial.failure for trial in trials if trial.failure]:
-    raise ValueError(failures[0])
+    name = config.environment.name
+    raise ValueError(f"environment.name={name!r} fails at the start: {failures[0]}")
   end = list(tok.stop_ids[:1])
   turns = [[*tok.encode_text(prompt.answer), *end], end]
   gold, empty = hosts.run_on_first_host(
