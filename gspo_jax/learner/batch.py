@@ -77,9 +77,9 @@ def shares_prompts(c: RunConfig, rollout: Rollout, older: bool) -> bool:
   """Whether a group's trajectories begin with the same tokens and experts.
 
   In conversations (`environment.name`), the first tokens may differ. In all other runs, only the
-  sampler's experts may differ, since different weights may prefill the prompt for responses of one
-  group: if a resumed partial rollout prefills again, or if servers load new weights in a run with
-  lag. `engine.name` is not read, so a replay of recorded batches (`rl.replay`) makes equal updates.
+  sampler's experts may differ, if different weights prefill one group's prompt. For example, a
+  resumed partial rollout prefills again, or servers load new weights in a run with lag.
+  `engine.name` is not read, so a replay of recorded batches (`rl.replay`) makes equal updates.
 
   Args:
     older: result of `has_older`.
@@ -209,7 +209,7 @@ def train_batch(
     shared_prompts: whether a group's trajectories begin with the same tokens and experts.
     version: version of the weights before the updates. Sampler and trainer are compared on tokens
       of this version only. None means that these weights sampled all tokens.
-    replays_sampler: whether updates replay the sampler's experts (R3), also of older tokens.
+    replays_sampler: whether updates replay the sampler's experts (R3), older tokens included.
     mask_truncated: whether the loss excludes truncated responses.
     ages: whether metrics are split by the age of responses. If so, `version` must be set.
   """

@@ -59,8 +59,8 @@ class Rows:
   support_RTX: Array | None  # Support of the target; None means the whole vocabulary.
   # Position of each token in its sequence. None if each row is one sequence.
   positions_RT: Array | None = None
-  # int32 [B, T]: index of each token in the flattened rows of its device. An index beyond the last
-  # row marks a token without a place, such as padding. None if each row is one sequence.
+  # int32 [B, T]: index of each token in the flattened rows of its device. An index beyond their end
+  # marks a token without a place, such as padding. None if each row is one sequence.
   place_BT: Array | None = None
   # Prompt length of each sequence. None if the head reads all positions, or if rows are trees.
   prompt_B: Array | None = None
@@ -209,7 +209,7 @@ def packed(
     trunk_B1, shared_B1 = trunk_B[:, None], jnp.maximum(prompt_B[:, None] - 1, 0)
     in_trunk_BT = time_1T < shared_B1
     place_BT = places(jnp.where(in_trunk_BT, trunk_B1, start_B1 - shared_B1), T)
-    # Sequences with one trunk have the same prompt. Only the sequence directly after the trunk
+    # Sequences that share a trunk have the same prompt. Only the sequence directly after the trunk
     # writes the trunk.
     writes_B1 = trunk_B1 + shared_B1 == start_B1
     written_BT = jnp.where(in_trunk_BT & ~writes_B1, rows * T, place_BT)

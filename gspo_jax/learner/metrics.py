@@ -286,8 +286,8 @@ def version_metrics(batch: TrainBatch, current_BT: jax.Array) -> Metrics:
   the number of trained tokens.
 
   Args:
-    current_BT: 1 on trained tokens sampled by the weights before the updates. If experts are
-      replayed, rows with an older token are excluded (`batch.current_tokens`).
+    current_BT: 1 on trained tokens sampled by the weights before the updates. If the sampler's
+      experts are replayed, rows with an older token are excluded (`batch.current_tokens`).
   """
   older_BT, metrics = batch.mask_BT - current_BT, {}
   for name, mask_BT in (("current", current_BT), ("older", older_BT)):

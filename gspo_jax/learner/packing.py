@@ -9,9 +9,9 @@ program is compiled again. Only the number of micro-batches depends on the numbe
 (`count`). All devices have the same number of micro-batches. A sequence and its row are on the same
 device, so packing needs no communication.
 
-The sequences of a group share one copy of their prompt in a row, if the maximum prompt length is a
-third of a row or more (`shares`). For attention alone, such rows are expanded to longer rows, with
-a copy of the prompt before each response.
+The sequences of a group can share one copy of their prompt in a row, if the maximum prompt length
+is a third of a row or more (`shares`). For attention alone, such rows are expanded to longer rows,
+with a copy of the prompt before each response.
 
 In this file, "device" means a group of devices that have the same sequences (tensor parallelism).
 
@@ -178,9 +178,9 @@ def first_fit_with_prompts(
 
   Returns (row, start, trunk, path), the fields of `Places`. Groups are placed in descending number
   of tokens, and the sequences of a group in descending length. A sequence goes into the first row
-  that has its group's prompt already, and enough free positions for the response. If there is no
-  such row, the sequence goes into the first row with enough free positions for prompt and response.
-  In both cases, attention's row must have enough free positions for prompt and response.
+  that already has its group's trunk, and enough free positions for the rest of the sequence. If
+  there is no such row, the sequence goes into the first row with enough free positions for trunk
+  and rest. In both cases, attention's row must have enough free positions for trunk and rest.
 
   Args:
     length_B: number of tokens of each sequence, prompt included.

@@ -52,8 +52,8 @@ def _sum(x: jax.Array) -> jax.Array:
 def _divide(shape: tuple[int, ...], split: P) -> P:
   """Adds the mesh axes that `split` does not use to one dimension.
 
-  It is the largest dimension whose size is a multiple of all its axes, old and new. If there is
-  none, `split` is returned unchanged. Axis `data` is not added.
+  The largest dimension that old and new axes together split evenly is chosen. If there is none,
+  `split` is returned unchanged. Axis `data` is not added.
   """
   used = {axis for axes in split for axis in sharding.each(axes)}
   further = tuple(axis for axis in AXES if axis not in used | {"data"})

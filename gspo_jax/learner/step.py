@@ -190,7 +190,7 @@ def _mismatch_metrics(objective: ObjectiveConfig, logp_BT: jax.Array, batch: Tra
 
 
 def _row_metrics(out: transformer.Output, rows: Rows, replay: str) -> Metrics:
-  """Returns the shares of changed experts and of padding in rows."""
+  """Returns the share of changed experts, and the share of positions that are padding."""
   empty_RT = (rows.segments_RT == 0).astype(jnp.float32)
   padding = {"padding": Mean(empty_RT.sum(), jnp.ones_like(empty_RT).sum())}
   return volatility_metrics(out, rows, replay) | padding
@@ -272,7 +272,8 @@ def _with_balance(
   """Adds the load-balance loss to `value`; returns the sum and metrics.
 
   Args:
-    value: numerator of the policy's loss, plus that of the critic's loss if there is a critic.
+    value: numerator of the policy's loss. If there is a critic, the weighted numerator of its loss
+      is included.
     total: undivided policy loss, which becomes the metric "loss". `_step` divides the gradient of
       the sum by the denominator of `total`. So the load-balance loss is first multiplied by this
       denominator.
@@ -306,7 +307,7 @@ def _step(
     numerator: function of (parameters, i, **constants) -> (numerator of micro-batch i, metrics).
     apply, apply_to_critic: `Optimizer.update` of policy and critic. None means no critic.
     relative_weight: function of (batch, hyperparameters) -> the denominator of the policy's loss,
-      divided by that of the critic's. Multiplies the critic's numerator before the division.
+      divided by that of the critic's loss. The critic's numerator is multiplied by this ratio.
   """
   gradient = jax.grad(numerator, has_aux=True)
 
