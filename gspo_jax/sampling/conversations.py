@@ -59,8 +59,8 @@ class Answer(NamedTuple):
     observation: token ids between this turn and the next; () after the last turn.
     reward: reward of the turn.
     done: whether the environment ended the conversation.
-    over: whether this was the last turn: `done` or `Turn.last` is True, or the observation is too
-      long.
+    over: whether this was the last turn, because `done` or `Turn.last` is True, or because the
+      observation is too long.
     calls: number of tool calls of the turn.
     figures: figures of the conversation after its last turn; {} after other turns.
     failure: description of a failure; "" if there is none.

@@ -16,7 +16,7 @@ LEAST_PIECE = 64
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-  """Limits of an engine's requests. The engine's array shapes are derived from these limits."""
+  """Limits of an engine's requests. A local engine's array shapes follow from these limits."""
 
   sampling: SamplingConfig  # Its `max_new_tokens` bounds all tokens after the prompt.
   prompt_length: int  # Maximum number of tokens of a prompt.

@@ -101,8 +101,8 @@ class Trajectory:
     stopped: whether the last turn ended with a stop token or stop string, and the environment was
       done. After a single turn, the environment is always done.
     limit: maximum number of tokens after the prompt; 0 until a driver sets it.
-    experts: experts chosen in each token's first forward pass, int8 or int16 [prompt + n - 1, l, k]
-      (the last token has had no forward pass). None if not recorded.
+    experts: experts chosen in each token's first forward pass, int8 or int16 [m, l, k], for the
+      first m tokens, prompt included. Later tokens have had no pass yet. None if not recorded.
     support: token ids in each token's sampling distribution, int32 [n, X], padded with NO_TOKEN. A
       row of NO_TOKEN alone means an observation or the whole vocabulary. None if not recorded.
     figures: metrics of the finished trajectory, by name (`Environment.figures`).

@@ -5,9 +5,8 @@ slot takes another page when its response needs one. If no page is free, a prefi
 to give its pages back, and is *displaced*. Prefixes in the queue are displaced first, the newest
 before older prefixes. If the queue is empty, the response with the fewest tokens after its prompt
 is displaced. The host detects displaced responses from their missing ids, and submits them again
-(scheduler.py).
-At least one response always proceeds, since the pages of a device are enough for a response of the
-maximum length (`requests.sizes`).
+(scheduler.py). At least one response always proceeds, since the pages of a device are enough for a
+response of the maximum length (`requests.sizes`).
 """
 
 from typing import Any, NamedTuple

@@ -104,8 +104,8 @@ class Scheduler:
     self._queued: dict[int, Entry] = {}
     self._calls = 0  # Number of calls so far.
     self._in_flight = collections.deque()  # Dispatched calls with results not yet fetched.
-    # Prefills since the last call: experts of all rows, on the devices, and (row, length, list to
-    # fill with the row's experts) of each prefix.
+    # Prefills since the last call. Each is a pair: the experts of all rows, on the devices, and a
+    # list with (row, length, list to fill with the row's experts) for each prefix.
     self._prefills = []
     self._clock = 0.0  # Time of the last `_lap`, by `time.perf_counter`.
 
@@ -307,7 +307,7 @@ class Scheduler:
       string_end = live.stopped_by(self._detokenize)
       if string_end is not None:
         if not ended:
-          self._cancelled.append(id_)  # The next call ends it; the call in flight continues it.
+          self._cancelled.append(id_)  # The next call ends it, but the call in flight does not.
         count, stopped, ended = string_end, True, True
       self.usage.tokens += count - old_count
       # For FLOPs: number of decode steps, and number of positions up to the last input token.

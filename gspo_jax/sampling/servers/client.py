@@ -54,7 +54,7 @@ class Server:
   version: int = -1  # Version of the server's weights.
   failures: int = 0  # Number of consecutive failures.
   calls: set[str] = dataclasses.field(default_factory=set)  # Ids of calls in flight.
-  # Set while the server is usable or excluded; not set during a publication.
+  # Not set before the first publication and during publications; set at all other times.
   verdict: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
 
@@ -297,7 +297,7 @@ class ServerPool:
     try:
       for path, body in publication_requests(weights, version):
         await self.request(server.url, path, body, seconds)
-        server.version = version  # The first request has paused the server; later ones repeat this.
+        server.version = version  # Set once the first request has paused the server.
     except Failed:
       with contextlib.suppress(Failed):
         await self.request(server.url, "/resume", {})

@@ -183,7 +183,7 @@ class ServerEngine:
     return hosts.broadcast(self._pool is not None and bool(self._pool.usable))
 
   def _disagreement(self, mean: float, largest: float) -> str:
-    """Returns the reason to exclude a server by its differences of log-probs, or ""."""
+    """Returns the reason to exclude a server; "" if its log-probs agree with the trainer's."""
     if mean <= self._tolerance:  # False for NaN.
       self._probe_mean = max(self._probe_mean, mean)
       return ""
@@ -231,7 +231,7 @@ class ServerEngine:
   def step(self) -> list[Response]:
     """Waits at most half a second, and returns the responses finished meanwhile.
 
-    If no server is usable, the loading thread also publishes the weights again.
+    If no server is usable, and this thread has called `load`, it publishes the weights again.
 
     Raises:
       Preempted: the run was asked to stop (system/preemption.py).
@@ -276,7 +276,7 @@ class ServerEngine:
   def _receive(self, seconds: float) -> list[tuple[int, Response]]:
     """Receives answers; returns finished responses, each with its request's number.
 
-    Sends the next calls of unfinished responses; while the engine stops, returns them instead.
+    Sends the next calls of unfinished responses. While the engine stops, returns these responses.
     """
     answers = []
     while True:
