@@ -4,8 +4,8 @@ Batch i is the training data of iteration i. Version i is the weights before the
 iteration i, and `first` is the version at the start of the run. If `rl.lag` is L, sampling of batch
 j starts with version max(first, j - L). Sampling of batch i + L may start at the beginning of
 iteration i, when version i is published. So the age of a batch is known in advance, and no batch is
-discarded as too old. In the first two arrangements below, batches do not depend on time, so the
-same seed gives the same results.
+discarded as too old. In the first two arrangements below, batches of a local engine do not depend
+on time, so the same seed gives the same results.
 
 There are three arrangements:
 
@@ -14,10 +14,11 @@ There are three arrangements:
   this arrangement too, if L = 0 or the run has several processes.
 - Two meshes: a worker thread collects batch i + L on `rollout_mesh`, during the updates of
   iterations i, i + 1, and so on.
-- Servers, if L > 0 and the run has one process: a worker thread sends requests to servers. They
-  load new weights as soon as the trainer has computed them, and responses in flight continue with
-  the new weights. So batch j = i + L has tokens of versions i to j, and depends on the times at
-  which weights arrive. Such batches can be recorded (`rl.record`) and replayed (`rl.replay`).
+- Servers, if L > 0 and the run has one process: a worker thread sends requests to servers. The
+  servers load new weights as soon as the trainer has computed them, and responses in flight
+  continue with the new weights. So batch j = i + L has tokens of versions i to j, and depends on
+  the times at which weights arrive. Such batches can be recorded (`rl.record`) and replayed
+  (`rl.replay`).
 """
 
 import base64

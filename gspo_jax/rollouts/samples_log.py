@@ -9,7 +9,8 @@ from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.rollouts.collector import Collected
 from gspo_jax.sampling.transcript import transcripts
 
-# After this number of tokens in an iteration, records have no ids and values of single tokens.
+# After this number of tokens in an iteration, records have neither the ids of a response's tokens
+# nor values of single tokens.
 TOKENS = 200_000
 
 
