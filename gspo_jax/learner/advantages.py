@@ -50,10 +50,9 @@ def make(c: RunConfig, critic: Critic | None) -> Part:
 def critic_advantages(config: CriticConfig, hyperparameters: Mapping[str, float]) -> Part:
   """Builds the GAE estimator of advantages and returns from a critic's values.
 
-  The estimator fills `advantage_BT` and `return_BT`. The mini-batches must have `reward_BT` and
-  `old_value_BT`. If `kl_coef` is not 0, they must have `ref_logp_BT`, too. If `bootstrap` is True,
-  they must have `last_value_B` and `cut_off_B`, too. If the mini-batches have `turn_BT`, GAE is
-  over turns instead of tokens.
+  The estimator fills `advantage_BT` and `return_BT`. It needs `reward_BT` and `old_value_BT`. If
+  `kl_coef` is not 0, it needs `ref_logp_BT`, too. If `bootstrap` is True, it needs `last_value_B`
+  and `cut_off_B`, too. If mini-batches have `turn_BT`, GAE is over turns instead of tokens.
 
   The metric `value/explained_variance` compares the values with discounted sums of later rewards,
   Σ_k γ^k r_{t+k}. It does not use the returns of GAE, because these include the values, and the fit

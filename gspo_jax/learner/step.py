@@ -190,7 +190,7 @@ def _mismatch_metrics(objective: ObjectiveConfig, logp_BT: jax.Array, batch: Tra
 
 
 def _row_metrics(out: transformer.Output, rows: Rows, replay: str) -> Metrics:
-  """Returns the share of changed experts, and the share of positions that are padding."""
+  """Returns the share of changed experts, and the share of padding in rows."""
   empty_RT = (rows.segments_RT == 0).astype(jnp.float32)
   padding = {"padding": Mean(empty_RT.sum(), jnp.ones_like(empty_RT).sum())}
   return volatility_metrics(out, rows, replay) | padding
