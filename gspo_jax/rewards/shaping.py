@@ -1,10 +1,10 @@
-"""Additions to a verifier's reward, and artificial errors of verdicts, in NumPy.
+"""Additions to a verifier's reward, and noise on its verdicts, in NumPy.
 
 The reward of a response is
 
   r = v + format_weight · F + overlong_weight · L
 
-where v is the verifier's value after noise. F is 1 if the response has the required format, else 0.
+where v is the verifier's value, with noise. F is 1 if the response has the required format, else 0.
 L is the penalty for overlong responses, from -1 to 0. Noise makes verdicts wrong at a configured
 rate, as if the verifier were unreliable. A response is right if the verifier's outcome is "right",
 or if the verifier's value before noise is at least `reward.right_from`.
@@ -27,9 +27,9 @@ def keeps_format(response: str, name: str) -> bool:
 
   Format "think" is a thought, `</think>`, and then text. Format "think_answer" is a thought,
   `</think>`, and then exactly `<answer>text</answer>`. Thought and text must not be empty, and must
-  not contain further tags. In format "think", the text may contain `<answer>` and `</answer>`. The
-  opening `<think>` is optional, since chat templates of reasoning models often add it to the
-  prompt.
+  not contain further tags, except that in format "think" the text may contain `<answer>` and
+  `</answer>`. The opening `<think>` is optional, since chat templates of reasoning models often add
+  it to the prompt.
 
   Reference: arXiv:2501.12948 (format rewards).
 
@@ -57,7 +57,7 @@ def overlong(length_B: Sequence[int], longest: int, buffer: int) -> np.ndarray:
 
   Args:
     length_B: number of tokens of each response.
-    longest: number of tokens with the full penalty.
+    longest: smallest number of tokens with the full penalty.
     buffer: number of tokens over which the penalty grows, at least 1.
 
   Reference: arXiv:2503.14476, eq. 13 (with `longest` 20,480 and `buffer` 4,096). The same formula
@@ -77,7 +77,7 @@ def flipped(
   """Chooses verdicts to flip, bool [B].
 
   Chance depends on the gold answer and the response's text alone. So equal responses to a prompt
-  have equal verdicts, as from a real verifier, which errs again on the same text.
+  have equal verdicts. The errors of a real verifier repeat in the same way.
 
   Args:
     correct_B: whether each response is right.
@@ -97,14 +97,13 @@ def reaches(value_B: np.ndarray, right_from: float) -> np.ndarray:
 
 
 def extremes(value_B: np.ndarray, right_from: float) -> tuple[float, float]:
-  """Returns the values of a right and of a wrong response after a flip.
+  """Returns the values of right and of wrong responses with flipped verdicts.
 
-  A response that was right gets the minimum of all values and 0. If this minimum is not below
-  `right_from`, it gets `right_from - 1`. A response that was wrong gets the maximum of all values
-  and `right_from`.
+  The first value is the smallest of 0 and all values, or `right_from - 1` if the smallest is not
+  below `right_from`. The second value is the largest of `right_from` and all values.
 
   Args:
-    value_B: values of the batch's responses with a verdict.
+    value_B: values of the batch's responses, except those whose verifier failed.
     right_from: smallest value of a right response.
   """
   low = float(np.min(value_B, initial=0.0))

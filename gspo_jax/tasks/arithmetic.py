@@ -6,7 +6,7 @@ sum. The verifier reads the text after the last colon of a response, and accepts
 
 Demonstrations imitate a pupil who can add, but forgets each carry with a given probability. So a
 model trained on demonstrations is sometimes right and often wrong. Reinforcement learning can then
-make the model always right, because the demonstrations show every necessary step.
+make the model always right, because every step is right in some demonstrations.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ def demonstration(
   """
   rng = random.Random(f"{seed}/{problem['id']}")
   a, b = (term[::-1] for term in problem["id"].split("+"))
-  # This choice has a separate generator, so it changes no errors of demonstrations with work.
+  # A separate generator makes this choice, so that all others do not depend on `skipped_work`.
   skips = random.Random(f"{seed}/{problem['id']}/work").random() < skipped_work
   digits, carry = "", 0
   for x, y in zip(a, b):

@@ -281,7 +281,7 @@ def test_a_signal_may_be_a_function_of_the_users_own(tmp_path, monkeypatch):
   assert shares["a"].tolist() == [1, 0.5, 0] and not none
   assert result["a"][:2].tolist() == [1, 0.5]
   assert list(unknown) == [2] and "ZeroDivisionError" in unknown[2], "that is no cost of 0"
-  with pytest.raises(ValueError, match=r"constraints\.costs\.a\.signal='no_own:f': there is no"):
+  with pytest.raises(ValueError, match=r"constraints\.costs\.a\.signal='no_own:f' cannot be imp"):
     check_signals(section(costs=dict(a=dict(signal="no_own:f", bound="at_most"))))
 
 

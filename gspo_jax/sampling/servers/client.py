@@ -215,7 +215,7 @@ class ServerPool:
       self.answers.put((call.id, server.url if server else "", answer))
 
   async def _choose(self, avoid: Collection[str]) -> Server:
-    """Waits for a server below `in_flight` calls; returns the server with the fewest calls."""
+    """Waits for a server with fewer than `in_flight` calls, and returns the least busy one."""
     while True:
       usable = self.usable
       preferred = [server for server in usable if server.url not in avoid] or usable
