@@ -179,12 +179,12 @@ def evaluate(run: Run) -> None:
     if hosts.is_first():
       sys.stderr.write("eval  finished before this start\n")
     return
+  run.writer.truncate("eval", -1)  # Drops the rows of an earlier job=eval in this workdir.
   params = train.start_policy(run, run.initial_params)
   key = run.evaluate.key(params)
   run.engine.load(params, version=0)
   del params  # The engine has a copy.
   row, records = run.evaluate(run.engine, key, alone=True)
-  run.writer.truncate("eval", -1)  # Drops the rows of an earlier job=eval in this workdir.
   run.writer.dump_rollouts("eval", 0, records)
   run.writer.write(dict(phase="eval", step=0) | row)
 

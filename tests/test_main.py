@@ -209,12 +209,17 @@ def test_an_evaluation_job_of_several_benchmarks(tmp_path):
 
 
 class Evaluates:
-  """An evaluator that finds nothing wrong."""
+  """An evaluator that finds nothing wrong, unless it is killed."""
 
   key, benchmarks = str, ()
 
+  def __init__(self, killed=False):
+    self.killed = killed
+
   def __call__(self, engine, key, alone):
     assert alone
+    if self.killed:
+      raise KeyboardInterrupt
     return {"eval/accuracy": 1.0}, []
 
   def remove_log(self):
@@ -241,6 +246,19 @@ def test_a_finished_evaluation_job_is_repeated_by_force_alone(
   assert [row["phase"] for row in rows(tmp_path)] == ["sft", "rl", "eval"]
   assert len(loaded) == evaluations
   assert ("finished before this start" in capsys.readouterr().err) == (resume == "same")
+
+
+def test_a_killed_repetition_leaves_no_older_results(tmp_path, monkeypatch):
+  """Otherwise the same command without force would print them as its own."""
+  monkeypatch.setattr(train, "start_policy", lambda run, start_params: start_params())
+  config = SimpleNamespace(job="eval", resume="force")
+  parts = dict(config=config, engine=SimpleNamespace(load=lambda *_, **__: None))
+  with metrics.Writer(tmp_path) as writer:
+    parts |= dict(writer=writer, initial_params=dict)
+    main.run_job(SimpleNamespace(evaluate=Evaluates(), **parts))
+    with pytest.raises(KeyboardInterrupt):
+      main.run_job(SimpleNamespace(evaluate=Evaluates(killed=True), **parts))
+  assert not rows(tmp_path)
 
 
 def test_a_run_that_goes_on_with_other_code_says_so(finished, tmp_path):
