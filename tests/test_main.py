@@ -334,7 +334,7 @@ COMMANDS = {
   "TINY --config.rl.prompts=many": r"rl.prompts=many must be a whole number, at least 1",
   "TINY --config.rl_optimizer.learning_rate=nan": r"rl_optimizer.learning_rate=nan must be above 0",
   "TINY --config.weights=HERE": r"weights=HERE has no config.json: set it to a Hugging Face dir",
-  "TINY --config.weights=HERE/file": r"weights=HERE/file is not a directory: .* random\n",
+  "TINY --config.weights=HERE/file": r"weights=HERE/file is not a directory: .* random(?=\n)",
   "TINY --config.data.train=HERE/file": r"data.train: HERE/file ends in none of .jsonl",
   "TINY --config.checkpoint.directory=HERE/file": r"checkpoint.directory=HERE/file is a file",
   "TINY --config.reward.name=nowhere:f": r"'nowhere:f' cannot be imported: .*on PYTHONPATH",
