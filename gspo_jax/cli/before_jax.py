@@ -178,7 +178,7 @@ def missing_file(name: str) -> str:
   if os.path.isfile(path):
     return ""
   names = config_names()
-  hint = did_you_mean(path, names) or near_path(path) or did_you_mean(Path(path).stem, names)
+  hint = did_you_mean(path, names) or near_path(path, ".py") or did_you_mean(Path(path).stem, names)
   hint = hint or f"; names: {', '.join(names)}"
   return f"--config={name}: there is no file {path!r}{hint}"
 

@@ -28,11 +28,15 @@ def did_you_mean(word: str, words: Iterable[str], prefix: str = "") -> str:
   return f"; did you mean {prefix}{by_lower[near[0]]}?" if near else ""
 
 
-def near_path(path: str) -> str:
-  """Suggests the most similar path of a directory, or ""."""
+def near_path(path: str, suffix: str = "") -> str:
+  """Suggests the most similar path of a directory, or "".
+
+  suffix: end of every suggested path.
+  """
   folder, name = os.path.split(path.rstrip("/"))
   with contextlib.suppress(OSError):
-    return did_you_mean(name, os.listdir(folder or "."), os.path.join(folder, ""))
+    names = [entry for entry in os.listdir(folder or ".") if entry.endswith(suffix)]
+    return did_you_mean(name, names, os.path.join(folder, ""))
   return ""
 
 

@@ -163,6 +163,8 @@ def test_a_similar_path_of_a_configuration_is_suggested(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   (tmp_path / "own").mkdir()
   (tmp_path / "own" / "mine.py").touch()
+  (tmp_path / "wheel").mkdir()  # Near "nowhere", but no configuration.
+  assert "; names: " in before_jax.missing_file("nowhere")
   for name, near in ("own/mime.py", "own/mine.py"), ("confgs/tinny.py:x", "tiny"):
     assert before_jax.missing_file(name).endswith(f"; did you mean {near}?")
 
