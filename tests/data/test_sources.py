@@ -137,6 +137,14 @@ def test_unknown_kind_of_file(tmp_path):
     load(tmp_path / "a.csv")
 
 
+@pytest.mark.parametrize("name, ending", [("a.csv", "jsonl"), ("a.parquet", "parquet")])
+def test_a_directory_is_answered_with_the_pattern_of_its_files(name, ending, tmp_path):
+  (tmp_path / name).touch()
+  message = rf"is a directory: name its files, such as --config.data.train='/.*/\*\.{ending}'$"
+  with pytest.raises(sources.DataError, match=message):
+    load(tmp_path)
+
+
 def test_a_similar_file_is_suggested(tmp_path):
   (tmp_path / "sums.jsonl").write_text("")
   with pytest.raises(sources.DataError, match=r"sumz.jsonl; did you mean .*/sums.jsonl\? Set"):
