@@ -26,8 +26,9 @@ def alone_in(*directories: str | os.PathLike) -> Iterator[None]:
   not locked.
 
   Raises:
-    ValueError: another run has locked a directory. All processes raise this error.
-    WriteError: a directory cannot be created or written.
+    ValueError: a directory cannot be created, or another run has locked it. All processes raise
+      this error.
+    WriteError: a directory cannot be written.
   """
   local = [Path(d).absolute() for d in directories if d and "://" not in str(d)]
   with contextlib.ExitStack() as stack:
@@ -47,8 +48,14 @@ def _lock_all(directories: Sequence[Path], stack: contextlib.ExitStack) -> None:
   """Locks all directories until the stack is closed."""
   for directory in dict.fromkeys(directories):
     path = directory / FILE
-    with writing(path):
+    try:
       directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+      raise ValueError(
+        f"{directory} cannot be created ({error.strerror}): set another --workdir or "
+        "checkpoint.directory"
+      ) from error
+    with writing(path):
       file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 (the stack closes it)
     stack.enter_context(file)
     _lock(file, fcntl.LOCK_EX, directory)

@@ -47,6 +47,13 @@ def test_a_bucket_has_no_lock_and_a_directory_is_taken_once(tmp_path):
   assert [p.name for p in tmp_path.iterdir()] == [lock.FILE]
 
 
+def test_a_directory_that_cannot_be_created_is_told_with_the_remedy(tmp_path):
+  (tmp_path / "file").touch()
+  message = r"file/run cannot be created \(Not a directory\): set another --workdir or"
+  with pytest.raises(ValueError, match=message), lock.alone_in(tmp_path / "file" / "run"):
+    pass
+
+
 def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, capsys):
   def flock(*_):
     raise OSError(errno.ENOLCK, "No locks available")
