@@ -20,6 +20,7 @@ def parse(text: str | bytes) -> Any:
   try:
     if isinstance(text, bytes):
       text = text.decode("utf-8-sig")
+    text = text.rstrip("\r\n")  # A JSON line is one line.
     value = json.loads(text, object_pairs_hook=_require_unique_keys)
     if text.count("[") + text.count("{") > DEEPEST and _is_deep(value):
       raise RecursionError
@@ -27,7 +28,8 @@ def parse(text: str | bytes) -> Any:
   except UnicodeError as error:
     raise ValueError(f"it is not UTF-8: {error}") from error
   except json.JSONDecodeError as error:
-    raise ValueError(f"it is not JSON: {error}") from error
+    line = f"line {error.lineno} " if "\n" in text else ""
+    raise ValueError(f"it is not JSON: {error.msg}: {line}column {error.colno}") from error
   except RecursionError as error:
     raise ValueError("it is nested too deeply") from error
 

@@ -80,7 +80,7 @@ BAD_ROWS = [
   (b'{"question": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", r"it is nested too deeply"),
   (b'{"question": "1?", "answer": ' + b"9" * 5000 + b"}", r"Exceeds the limit"),
   ([1, 2], r"an object with fields, and this is \[1, 2\] \(list\)"),
-  (b'{"question": "1+1?", ', r"it is not JSON"),
+  (b'{"question": "1+1?", ', r"line 4: it is not JSON: [^:]*: column 22\. Correct the row"),
   (b'{"question": "\xff", "answer": "#### 2"}', r"it is not UTF-8"),
 ]
 

@@ -8,6 +8,7 @@ REFUSED = {
   b"": "it is not JSON",
   b'{"a": 1': "it is not JSON",
   b"\0" * 9: "it is not JSON",
+  b'{\n"a": 1': "it is not JSON: .*: line 2 column 7$",
   b'"\xff"': "it is not UTF-8",
   b"[" * 10**5 + b"]" * 10**5: "it is nested too deeply",
   b'{"a":' * 10**5 + b"1" + b"}" * 10**5: "it is nested too deeply",
