@@ -55,7 +55,7 @@ def _check_loss(config: ObjectiveConfig, max_length: int) -> None:
   total, _, clipped_BT = sums
   fault = ""
   if clipped_BT.shape != (_B, _T):
-    fault = f"returned clipped_BT of shape {list(clipped_BT.shape)}"
+    fault = f"returned clipped_BT of shape {list(clipped_BT.shape)}, expected [{_B}, {_T}]"
   elif not (np.isfinite(total.compute()) and np.isfinite(gradient_BT).all()):
     fault = "is not finite, or has no finite gradient"
   elif np.any(gradient_BT[batch.mask_BT == 0]):
@@ -63,6 +63,7 @@ def _check_loss(config: ObjectiveConfig, max_length: int) -> None:
   elif not np.any(gradient_BT):
     fault = "does not depend on logp_BT"
   if fault:
+    label += user_code.place(config.name)
     raise ValueError(f"{label} {fault} (tried on arrays [{_B}, {_T}])")
 
 
@@ -101,6 +102,7 @@ def _check_estimator(config: ObjectiveConfig, group_size: int, right_from: float
   elif not np.any(advantage_PG):
     fault = "is 0 for rewards that differ"
   if fault:
+    label += user_code.place(config.advantage_kind)
     raise ValueError(f"{label} {fault} (tried on rewards {list(shape)})")
 
 

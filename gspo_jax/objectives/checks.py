@@ -5,7 +5,7 @@ as NaN, since these values are replaced by 0. Shapes and dtypes are always check
 checked unless they are traced by `jit` or `grad`, or distributed over several processes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -126,27 +126,33 @@ def sums(name: str, results: object) -> None:
   """Raises TypeError if a loss has not returned `terms.Sums`."""
   form = "(Mean(numerator, denominator), metrics, clipped_BT) with two numbers in the Mean"
   if not (isinstance(results, tuple) and len(results) == 3 and isinstance(results[0], Mean)):
-    raise TypeError(f"{name} returned {_shortened(results)}, expected {form}")
+    raise TypeError(f"{name} returned {describe(results)}, expected {form}")
   total, metrics, clipped_BT = results
-  if any(jnp.ndim(x) for x in total):
-    raise TypeError(f"{name} returned a Mean of shapes {[*map(jnp.shape, total)]}, expected {form}")
-  if jnp.ndim(clipped_BT) != 2 or jnp.result_type(clipped_BT) != jnp.bool_:
-    form = f"{jnp.result_type(clipped_BT)} {list(jnp.shape(clipped_BT))}"
+  if not all(map(_is_number, total)) or not isinstance(metrics, Mapping):
+    raise TypeError(f"{name} returned {describe(results)}, expected {form}")
+  dtype = getattr(clipped_BT, "dtype", None)
+  if dtype != jnp.bool_ or jnp.ndim(clipped_BT) != 2:
+    form = describe(clipped_BT) if dtype is None else f"{dtype} {list(jnp.shape(clipped_BT))}"
     raise TypeError(f"{name} returned clipped_BT as {form}, expected bool [B, T]")
   for key, value in metrics.items():
-    if not is_reduction(value) or any(jnp.ndim(x) for x in value):
+    if not is_reduction(value) or not all(map(_is_number, value)):
       raise TypeError(
-        f"{name} returned the metric {key!r} as {_shortened(value)}, expected a Mean, Max, Min or "
+        f"{name} returned the metric {key!r} as {describe(value)}, expected a Mean, Max, Min or "
         "Std of numbers"
       )
 
 
-def _shortened(value: object) -> str:
-  """Describes a value in at most 80 characters."""
-  if isinstance(value, Array):
-    return f"an array of shape {list(value.shape)}"
-  if type(value) is tuple and len(value) <= 4:
-    return f"({', '.join(map(_shortened, value))})"  # Arrays of a transformation print as tracers.
+def _is_number(value: object) -> bool:
+  return isinstance(value, int | float) or getattr(value, "shape", None) == ()
+
+
+def describe(value: object) -> str:
+  """Describes a value, and each entry of a tuple, in at most 80 characters."""
+  if isinstance(shape := getattr(value, "shape", None), tuple):
+    return f"an array of shape {list(shape)}"
+  if isinstance(value, tuple) and len(value) <= 4:  # Arrays of a transformation print as tracers.
+    name = "" if type(value) is tuple else type(value).__name__
+    return f"{name}({', '.join(map(describe, value))})"
   text = " ".join(repr(value).split())
   return text if len(text) <= 80 else f"{text[:77]}..."
 

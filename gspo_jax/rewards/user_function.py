@@ -66,8 +66,7 @@ def call(item: list[Any]) -> float:
     item: `[name, response, record]`. `[name]` alone only imports the function, and returns 0.
 
   Raises:
-    TypeError: the returned value cannot be converted to a number.
-    ValueError: the returned value is a text, NaN or beyond `LARGEST_REWARD`.
+    ValueError: the returned value is not a number, or is NaN or beyond `LARGEST_REWARD`.
   """
   name, *arguments = item
   function = _load(name, name)
@@ -75,13 +74,16 @@ def call(item: list[Any]) -> float:
     return 0.0
   try:
     result = function(*arguments)
-    value = math.nan if isinstance(result, str | bytes) else float(result)
   except Exception as error:  # User code may raise anything.
     error.add_note(user_code.describe_error(error, name))  # The pool reports the last line.
     raise
+  try:
+    value = math.nan if isinstance(result, str | bytes) else float(result)
+  except Exception:  # The result may be of any type.
+    value = math.nan
   if not abs(value) <= LARGEST_REWARD:  # NaN fails too.
     raise ValueError(
-      f"{name} returned {result!r:.40}: return a number from {-LARGEST_REWARD:g} to "
-      f"{LARGEST_REWARD:g}"
+      f"{name}{user_code.place(name)} returned {result!r:.40}: return a number from "
+      f"{-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
     )
   return value

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from gspo_jax import objectives as O
+from gspo_jax.objectives import checks
 from gspo_jax.settings import ranges
 from gspo_jax.settings.ranges import (
   INT32,
@@ -125,9 +126,9 @@ def find_loss(name: str) -> O.PolicyLoss:
   parameters = [*_parameters(function, label).values()]
   if len(parameters) < 4 or any(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters[:4]):
     raise ValueError(
-      f"{label}: the first arguments of {function.__name__} must be logp_BT, old_logp_BT, "
-      "advantage_B or advantage_BT, and mask_BT, in this order; its arguments are "
-      f"{', '.join(p.name for p in parameters) or 'none'}"
+      f"{label}: the first arguments of {function.__name__}{user_code.place(name)} must be "
+      "logp_BT, old_logp_BT, advantage_B or advantage_BT, and mask_BT, in this order; its "
+      f"arguments are {', '.join(p.name for p in parameters) or 'none'}"
     )
   loss = function if hasattr(function, "undivided") else O.policy_loss()(function)
   for p in parameters[4:]:
@@ -149,22 +150,28 @@ def find_estimator(name: str) -> O.Estimator:
   A user's estimator has the name `package.module:function`.
 
   Raises:
-    ValueError: the function cannot be imported.
+    ValueError: the function cannot be imported, or its arguments are invalid.
   """
   if name in O.ESTIMATORS:
     return O.ESTIMATORS[name]
   label = f"objective.advantage={name!r}"
   function = user_code.load(name, label)
   parameters = _parameters(function, label)
+  if "valid_PG" not in [*parameters][1:]:
+    raise ValueError(
+      f"{label}: the arguments of {function.__name__}{user_code.place(name)} must be reward_PG and "
+      "valid_PG, then options with defaults; its arguments are "
+      f"{', '.join(parameters) or 'none'}"
+    )
   options = tuple(option for option in [*parameters][1:] if option != "valid_PG")
 
   @functools.wraps(function)
   def valid_advantages(reward_PG: Array, *, valid_PG: Array, **values: Any) -> Array:
     advantage_PG = function(reward_PG, valid_PG=valid_PG, **values)
-    if jnp.shape(advantage_PG) != jnp.shape(reward_PG):
-      shapes = [list(jnp.shape(x)) for x in (advantage_PG, reward_PG)]
+    if getattr(advantage_PG, "shape", None) != jnp.shape(reward_PG):
       raise TypeError(
-        f"{function.__name__} returned shape {shapes[0]}, expected [P, G] = {shapes[1]}"
+        f"{function.__name__} returned {checks.describe(advantage_PG)}, expected an array [P, G] = "
+        f"{list(jnp.shape(reward_PG))}"
       )
     return jnp.where(valid_PG > 0, advantage_PG, 0)
 

@@ -1,6 +1,7 @@
 """Functions and classes written by the user, named `package.module:function`."""
 
 import importlib
+import inspect
 import os
 import sys
 import traceback
@@ -51,14 +52,29 @@ def import_error(error: BaseException, module: str, label: str) -> ValueError:
 def describe_error(error: BaseException, name: str) -> str:
   """Describes an error, for example by "KeyError: 'x' (my.py, line 3)".
 
-  The place is the innermost line of the user's module; it is omitted if the error has none.
-
   Args:
     error: the error.
     name: `package.module:function`, the user's function that was called.
   """
-  file = getattr(sys.modules.get(name.partition(":")[0]), "__file__", None)
-  frames = traceback.extract_tb(error.__traceback__)
+  text = str(error).strip().partition(chr(10))[0]
+  return f"{type(error).__name__}: {text}{place(name, error)}"
+
+
+def place(name: str, error: BaseException | None = None) -> str:
+  """Returns the line of a user's function.
+
+  For example " (my.py, line 3)"; "" if it is unknown.
+
+  Args:
+    name: `package.module:function`.
+    error: if set, the innermost line of the user's module in its traceback is the place.
+  """
+  module, _, function = name.partition(":")
+  file = getattr(sys.modules.get(module), "__file__", None)
+  frames = traceback.extract_tb(error.__traceback__) if error else []
   lines = [frame.lineno for frame in frames if frame.filename == file]
-  place = f" ({Path(file).name}, line {lines[-1]})" if lines else ""
-  return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}{place}"
+  loaded = getattr(sys.modules.get(module), function, None)
+  code = getattr(inspect.unwrap(loaded), "__code__", None)
+  if not lines and code and code.co_filename == file:
+    lines = [code.co_firstlineno]
+  return f" ({Path(file).name}, line {lines[-1]})" if lines else ""

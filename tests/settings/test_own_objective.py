@@ -29,6 +29,18 @@ def returns_pair(logp_BT, old_logp_BT, advantage_B, mask_BT):
   return logp_BT.sum(), {}
 
 
+def returns_mean(logp_BT, old_logp_BT, advantage_B, mask_BT):
+  return O.Mean(logp_BT, "x"), None, mask_BT > 1
+
+
+def clips_nothing(logp_BT, old_logp_BT, advantage_B, mask_BT):
+  return O.Mean(logp_BT.sum(), mask_BT.sum()), {}, None
+
+
+def clips_two(logp_BT, old_logp_BT, advantage_B, mask_BT):
+  return O.Mean(logp_BT.sum(), mask_BT.sum()), {}, mask_BT[:, :2] > 1
+
+
 def branches(logp_BT, old_logp_BT, advantage_B, mask_BT):
   return 1 if logp_BT.sum() > 0 else 0
 
@@ -63,7 +75,21 @@ def divides(reward_PG, valid_PG):
 
 def one_number(reward_PG, valid_PG):
   return reward_PG.sum()
+
+
+def two_arrays(reward_PG, valid_PG):
+  return reward_PG, valid_PG
+
+
+def only_rewards(reward_PG):
+  return reward_PG
 """
+
+
+def line(name):
+  """A pattern of the place of a function in the module."""
+  lines = (LOSS + MORE).partition(f"def {name}(")[0].split("\n")
+  return rf" \(own_losses\.py, line {len(lines)}\)"
 
 
 @pytest.fixture(autouse=True)
@@ -113,10 +139,19 @@ def test_an_estimator_of_rewards():
 @pytest.mark.parametrize(
   "keys, message",
   [
-    (dict(name="own_losses:returns_seven"), "returned 7, expected .Mean"),
+    (dict(name="own_losses:returns_seven"), f"returned 7, expected .Mean.*{line('returns_seven')}"),
     (
       dict(name="own_losses:returns_pair"),
       r"returned \(an array of shape \[\], \{\}\), expected .Mean",
+    ),
+    (
+      dict(name="own_losses:returns_mean"),
+      r"returned \(Mean\(an array of shape \[4, 6\], 'x'\), None, an .*, expected .Mean",
+    ),
+    (dict(name="own_losses:clips_nothing"), r"returned clipped_BT as None, expected bool \[B, T\]"),
+    (
+      dict(name="own_losses:clips_two"),
+      f"clips_two'{line('clips_two')} returned clipped_BT of shape .4, 2., expected .4, 6.",
     ),
     (
       dict(name="own_losses:branches"),
@@ -141,7 +176,18 @@ def test_an_estimator_of_rewards():
     (dict(name="own_loses:soft_clip_loss"), r"did you mean own_losses\?"),
     (dict(name=NAME, off_policy_threshold=0.1), "no argument weight"),
     (dict(advantage="own_losses:divides"), "not finite for a group of equal rewards"),
-    (dict(advantage="own_losses:one_number"), r"returned shape \[\], expected \[P, G\]"),
+    (
+      dict(advantage="own_losses:one_number"),
+      rf"returned an array of shape \[\], expected .* \[P, G\] = .*{line('one_number')}",
+    ),
+    (
+      dict(advantage="own_losses:two_arrays"),
+      r"returned \(an array of shape \[3, 8\], an array of shape \[3, 8\]\), expected",
+    ),
+    (
+      dict(advantage="own_losses:only_rewards"),
+      rf"{line('only_rewards')} must be reward_PG and valid_PG.*; its arguments are reward_PG$",
+    ),
   ],
 )
 def test_a_faulty_function_or_option_is_refused(keys, message):

@@ -16,6 +16,8 @@ def by_length(response, prompt) -> float:
     return float("nan")
   if response == "text":
     return "0.5"
+  if response == "none":
+    return None
   return min(1.0, len(response) / len(prompt["answer"]))
 
 
