@@ -1,6 +1,7 @@
 """Devices of a run: meshes, and checks of engine and memory on them."""
 
 import dataclasses
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from gspo_jax.evaluation.benchmarks import HeldOut
 from gspo_jax.evaluation.evaluator import workload
 from gspo_jax.models import transformer, weights
 from gspo_jax.sampling import Workload, requests
-from gspo_jax.settings import passes
+from gspo_jax.settings import passes, ranges
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.system.meshes import mesh_devices
@@ -69,7 +70,12 @@ def check_devices(config: RunConfig, batch_shards: int) -> None:
   for name, count in rows.items():
     if count % batch_shards:
       devices = f"{batch_shards} devices of mesh.data × mesh.fsdp × mesh.expert"
-      raise ValueError(f"{name} = {count} rows do not divide over the {devices}")
+      key = name.partition(" ")[0]
+      product = ranges.look_up(config, key) * batch_shards
+      raise ValueError(
+        f"{name} = {count} rows do not divide over the {devices}: set {key} to a multiple of "
+        f"{product // math.gcd(product, count)}"
+      )
 
 
 def check_engine(

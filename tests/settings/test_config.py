@@ -307,8 +307,9 @@ def test_only_rows_of_the_job_must_divide_over_devices():
   devices.check_devices(config(job="rl", **sft), 8)
   devices.check_devices(config(job="sft", **rl), 8)
   devices.check_devices(config(job="eval", **rl, **sft), 8)
-  for changes, message in ((sft, "sft.batch"), (rl, "rl.prompts")):
-    with pytest.raises(ValueError, match=f"^{message}.* do not divide over the 8 devices"):
+  for changes, key, unit in (sft, "sft.batch", 8), (rl, "rl.prompts", 4):
+    message = f"^{key}.* do not divide over the 8 devices .*: set {key} to a multiple of {unit}$"
+    with pytest.raises(ValueError, match=message):
       devices.check_devices(config(job="sft+rl", **changes), 8)
 
 
