@@ -31,6 +31,7 @@ from gspo_jax.system.transfer import Transfer
 _ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
 _COMMIT = re.compile("[0-9a-f]{40}")
 SMALL = ("*.json", "*.jinja", "*.txt", "tokenizer.model")  # Files in `Repository.directory`.
+os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # The library warns of every attempt, twice.
 AT_ONCE = 8  # Number of concurrent downloads, as in `huggingface_hub`.
 
 
@@ -359,7 +360,8 @@ def _reason(error: BaseException, name: str, file: str) -> str:
     reason = f"status {status}" if status else f"{type(error).__name__}: {error}"
     return (
       f"{id_} is not a local directory and not completely in {cache}, and {constants.ENDPOINT} "
-      f"does not answer as expected ({reason}): try again; the downloaded part is kept"
+      f"does not answer as expected ({reason}): check the network and try again (the downloaded "
+      "part is kept), or name a local copy's directory"
     )
   path = getattr(error, "filename", None) or constants.HF_HUB_CACHE
   return f"{path}: {getattr(error, 'strerror', None) or error}; HF_HOME sets the cache directory"
