@@ -36,7 +36,7 @@ from gspo_jax.evaluation import statistics
 from gspo_jax.inputs import model_of_weights, read_inputs
 from gspo_jax.report import page
 from gspo_jax.run import Run, open_run, rehearse
-from gspo_jax.runs import checkpoint, nonfinite, provenance
+from gspo_jax.runs import checkpoint, nonfinite, paths, provenance
 from gspo_jax.sampling import ServersGone
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.passes import describe_old_policy, sampler_types
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> None:
     return plan()
   cache_compiled_programs()
   collect_garbage_rarely()
-  config, workdir = read_config(_model_of_weights), _workdir()
+  config, workdir = read_config(_model_of_weights, _check_paths), _workdir()
   try:
     inputs = read_inputs(config, workdir)  # Writes no files.
     with open_run(inputs) as run, stop_together(config.checkpoint.grace_s):
@@ -100,6 +100,10 @@ def _model_of_weights(config: RunConfig) -> ModelConfig:
   return model_of_weights(config, _workdir())
 
 
+def _check_paths(config: RunConfig) -> None:
+  paths.check_paths(config, _workdir())
+
+
 def stop_together(grace_s: float) -> contextlib.AbstractContextManager[None]:
   """Makes all hosts stop at the same `preemption.check` after a signal.
 
@@ -114,7 +118,7 @@ def plan() -> None:
   """Checks the inputs as a run does, and prints a summary. A plan writes no files."""
   from gspo_jax.aot import chips, plan  # Only a dry run needs these modules.
 
-  config = read_config(_model_of_weights)
+  config = read_config(_model_of_weights, _check_paths)
   try:
     devices = chips.described(_TOPOLOGY.value) if _TOPOLOGY.value else None
     inputs = read_inputs(config, _workdir(), devices)

@@ -335,6 +335,10 @@ COMMANDS = {
   "TINY --config.rl_optimizer.learning_rate=nan": r"rl_optimizer.learning_rate=nan must be above 0",
   "TINY --config.weights=HERE": r"weights=HERE has no config.json: set it to a Hugging Face dir",
   "TINY --config.weights=HERE/file": r"weights=HERE/file is not a directory: .* random(?=\n)",
+  # Named first, since weights may take an hour to download.
+  "TINY --config.eval.max_new_tokens=9999 --config.weights=HERE --config.data.eval=no.jsonl": (
+    r"data.eval: there is no file no.jsonl"
+  ),
   "TINY --config.data.train=HERE/file": r"data.train: HERE/file ends in none of .jsonl",
   "TINY --config.checkpoint.directory=HERE/file": r"checkpoint.directory=HERE/file is a file",
   "TINY --config.reward.name=nowhere:f": r"'nowhere:f' cannot be imported: .*on PYTHONPATH",
@@ -355,6 +359,7 @@ def in_the_way(tmp_path_factory):
 
 FAST = ["--config=HERE/name.py --workdir=RUN"]
 FAST += ["TINY --config.rl.promts=3", "TINY --config.weights=HERE"]
+FAST += [line for line in COMMANDS if "no.jsonl" in line]
 LINES = [line if line in FAST else pytest.param(line, marks=pytest.mark.slow) for line in COMMANDS]
 
 

@@ -25,18 +25,24 @@ from gspo_jax.system.text import visible
 BAD_INPUT = 2  # Exit code for errors in the command line, or in a file that it names.
 
 
-def read_config(read_model: Callable[[RunConfig], ModelConfig]) -> RunConfig:
+def read_config(
+  read_model: Callable[[RunConfig], ModelConfig],
+  check: Callable[[RunConfig], None] = lambda _: None,
+) -> RunConfig:
   """Returns the configuration, with changes by flags --config.KEY=VALUE.
 
   If --config names a variant (NAME:VARIANT), the file determines the model. Otherwise the model is
   read from the weights if a flag sets `weights`, or if section `model` has its defaults. In all
   cases, flags may still change keys of the model. An error ends the process with one line.
 
-  read_model: function from a configuration to the model of its weights.
+  Args:
+    read_model: function from a configuration to the model of its weights.
+    check: function called before the model is read, which raises ValueError for bad paths.
   """
   config, changes = CONFIG.value, config_flags.get_override_values(flags.FLAGS["config"])
   try:
     values = reading.parse(config.to_dict())
+    check(values)
     unset = "weights" in changes or values.model == RunConfig.model
     if unset and ":" not in filename():
       config.model.update(dataclasses.asdict(read_model(values)))

@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+from gspo_jax.data import files as data_files
+from gspo_jax.data import sources
+from gspo_jax.data.embedded import TASKS
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.system import files, hub
 
@@ -19,6 +22,7 @@ def check_paths(config: RunConfig, workdir: Path | None = None) -> None:
     workdir: directory of the run; None to skip the checks that need it.
   """
   _check_required(config)
+  _check_data_files(config)
   if config.rl.replay:
     _check_replay(config.rl.replay, config.rl.iterations)
   if workdir is not None and config.resume != "force":
@@ -57,6 +61,15 @@ def _check_required(config: RunConfig) -> None:
   missing = [f"--config.{key}= ({form})" for key, (path, form) in paths.items() if not path]
   if missing:
     raise ValueError("this configuration needs paths: set " + "; ".join(missing))
+
+
+def _check_data_files(config: RunConfig) -> None:
+  """Raises DataError if a file of problems does not exist. Reads no rows."""
+  specs = {"data.train": config.data.train} if config.samples_prompts else {}
+  for key, spec in (specs | {key: b.data for _, b, key in config.benchmarks()}).items():
+    for path in (part["path"] for part in sources.parts_of(spec, key)):
+      if path.partition(":")[0] not in (*TASKS, "tfds"):
+        data_files.named(path, key)
 
 
 def _check_replay(directory: str, iterations: int) -> None:

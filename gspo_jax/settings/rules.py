@@ -113,10 +113,11 @@ def _is_never_right(c: RunConfig, source: tuple[str, str]) -> bool:
 
 def _lengths(c: RunConfig) -> dict[str, int]:
   """Lengths to fit into the model's window, by their sums of keys."""
-  new = {"sampling": c.sampling.max_new_tokens, "eval": c.eval.max_new_tokens}
-  names = {f"data.max_prompt_tokens + {key}.max_new_tokens": n for key, n in new.items()}
-  windows = {name: c.data.max_prompt_tokens + n for name, n in names.items()}
-  return windows | {"sft.max_tokens": c.sft.max_tokens}
+  prompt, windows = c.data.max_prompt_tokens, {}
+  if c.job != "eval":
+    windows["data.max_prompt_tokens + sampling.max_new_tokens"] = prompt + c.sampling.max_new_tokens
+    windows["sft.max_tokens"] = c.sft.max_tokens
+  return windows | {"data.max_prompt_tokens + eval.max_new_tokens": prompt + c.eval.max_new_tokens}
 
 
 def _closest_metric(c: RunConfig) -> dict[str, str]:

@@ -51,6 +51,7 @@ REFUSED = [
   (TINY, dict(rl__microbatches=7), r"= 512 rows must be a multiple of .* rl\.microbatches=7"),
   (TINY, dict(sft__microbatches=7), r"sft\.batch=.* must be a multiple of sft\.microbatches=7"),
   (BASE, dict(eval__max_new_tokens=2041), r"eval\.max_new_tokens=2049 exceed.*embeddings=2048"),
+  (BASE, dict(job="eval", sampling__max_new_tokens=2041), r"\+ eval\.max_new_tokens=2049 exceed"),
   (BASE, dict(sft__max_tokens=2049), r"sft\.max_tokens=2049 exceed.*embeddings=2048"),
   (TINY, dict(sampling__top_k=300), r"sampling\.top_k=300, .* more than model\.vocab_size=264"),
   (
