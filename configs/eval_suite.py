@@ -7,10 +7,10 @@ Command:   python -m gspo_jax.main --config=configs/eval_suite.py --workdir=DIR 
 Hardware:  a TPU host of 4 or 8 chips for Qwen3-30B-A3B
 Expected:  not run by us at this size
 
-Benchmarks whose data are not set are skipped. The same command resumes an interrupted evaluation.
-DIR/metrics.jsonl has the results, DIR/evaluations/ has the results of each problem, and
-DIR/rollouts/ has the responses. A training configuration with these benchmarks evaluates them every
-`eval.every` iterations.
+Benchmarks whose data are not set are skipped. The same command resumes an interrupted evaluation,
+and prints the results of a finished one again. DIR/metrics.jsonl has the results, DIR/evaluations/
+has the results of each problem, and DIR/rollouts/ has the responses. A training configuration with
+these benchmarks evaluates them every `eval.every` iterations.
 
 configs/eval_suite.py:tiny is a test of the set-up, with a small random model and the byte
 tokenizer.

@@ -46,11 +46,12 @@ def check_configuration(
     recorded = read(workdir)
     changed = changes(recorded, config)
     if changed and config["resume"] != "force":
-      evaluated = f" with --config.weights={workdir} to evaluate this run"
+      evaluate = config.get("job") == "eval" != recorded.get("job")
+      hint = f" with --config.weights={workdir} to evaluate this run" if evaluate else ""
       raise ValueError(
         f"{workdir / FILE} belongs to a run of another configuration ({'; '.join(changed)}): use "
-        f"another {flag}{evaluated if config.get('job') == 'eval' else ''}, or "
-        "--config.resume=force to resume with the new configuration"
+        f"another {flag}{hint}, or --config.resume=force to resume with the new "
+        "configuration"
       )
     return recorded
 

@@ -23,6 +23,9 @@ def test_an_evaluation_in_the_directory_of_a_run_is_told_how_to_evaluate_it(tmp_
   message = rf"use another --workdir with --config\.weights={tmp_path} to evaluate this run, or"
   with pytest.raises(ValueError, match=message):
     provenance.check_configuration(tmp_path, CONFIG | dict(job="eval"))
+  provenance.record(tmp_path, CONFIG | dict(job="eval"))  # Has no checkpoint to evaluate.
+  with pytest.raises(ValueError, match="use another --workdir, or"):
+    provenance.check_configuration(tmp_path, CONFIG | dict(job="eval", seed=1))
 
 
 def test_a_key_newer_than_the_run_had_its_default(tmp_path):
