@@ -64,11 +64,12 @@ def _learning(by_phase: ByPhase, flat: Mapping[str, Any]) -> Row:
   elif not rows and evaluated:
     state, text, because = "plain", "It is evaluated, not trained", "no iterations"
   for key in keys:
-    facts += _change(
-      f"{_benchmark(key) or 'Held-out accuracy'}, {average(flat, key)}",
-      _finite(evaluated, key),
-      "percent",
-    )
+    accuracies = _finite(evaluated, key)
+    label = f"{_benchmark(key) or 'Held-out accuracy'}, {average(flat, key)}"
+    facts += _change(label, accuracies, "percent")
+    rewards = _finite(evaluated, f"{key.removesuffix('accuracy')}reward/mean")
+    if accuracies and rewards and abs(rewards[-1] - accuracies[-1]) > 1e-3:  # Graded rewards.
+      facts += _change(f"{_benchmark(key) or 'Held-out problems'}, mean reward", rewards)
   facts += _change("Held-out accuracy, greedy", _finite(evaluated, "eval/greedy"), "percent")
   if len(measured) > 2:
     best = max(measured, key=lambda row: row["eval/accuracy"])

@@ -37,6 +37,12 @@ def test_learning_is_judged_by_intervals_of_held_out_accuracy(accuracies, state,
   assert (learning["state"], learning["answer"]) == (state, answer)
 
 
+@pytest.mark.parametrize("reward, shown", [(0.3, []), (0.7, [0.7])])
+def test_graded_rewards_are_beside_the_accuracy(reward, shown):
+  facts = answers([rl(0, **eval_keys(0.3), **{"eval/reward/mean": reward})])[0]["facts"]
+  assert [x["value"] for x in facts if x["label"] == "Held-out problems, mean reward"] == shown
+
+
 @pytest.mark.parametrize("slope, state", [(0.01, "good"), (-0.01, "bad")])
 def test_without_evaluations_the_reward_must_move_by_more_than_it_scatters(slope, state):
   for seed in range(20):
