@@ -153,6 +153,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
   config = checkpoint.config
   if types := sampler_types(config.get("engine", {}), config.get("compute", {}).get("dtype", "")):
     sys.stdout.write(f"the run sampled with other dtypes than it trained: {types}\n")
+  if (options.tokenizer or checkpoint.tokenizer) == "bytes":
+    sys.stdout.write(
+      f"{options.directory} has no tokenizer files, since tokens are bytes: the ids of a text "
+      f"are list(text.encode()), and id {tokenizers.ByteTokenizer.stop_ids[0]} ends a response\n"
+    )
   sys.stdout.write(f"{options.directory}: the weights of {checkpoint.path}\n")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import jax
@@ -51,6 +52,13 @@ def test_a_run_as_others_read_it(trained, tmp_path, capsys):
   assert tok.chat([tokenizer.user_turn("q")]) == tokenizer.load(str(workdir.parent)).chat(
     [tokenizer.user_turn("q")]
   )
+
+
+def test_the_tokenizer_bytes_has_no_files(trained, tmp_path, capsys):
+  export.main([str(trained[0]), str(tmp_path / "out"), "--tokenizer=bytes"])
+  message = r"no tokenizer files, .* are list\(text\.encode\(\)\), and id 257 ends a response\n"
+  assert re.search(message, capsys.readouterr().out)
+  assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
 def test_transformers_stops_where_the_run_did(trained, tmp_path):
