@@ -11,6 +11,13 @@ from tqdm import tqdm
 
 from gspo_jax.system.text import clock_text
 
+# Work until the first step of a phase has ended.
+_FIRST_WORK = dict(
+  sft="compilation and first step",
+  rl="compilation, first evaluation and first step",
+  eval="compilation and first problems",
+)
+
 
 class Progress(contextlib.AbstractContextManager):
   """Shows progress as a bar on a terminal, or as a line about every `interval` seconds in a log.
@@ -46,6 +53,7 @@ class Progress(contextlib.AbstractContextManager):
     self._due, self._printed = clock() + delay, False  # Time of the next line in a log.
     self._stream = sys.stderr if stream is None else stream
     self._accuracy: float | None = None
+    self._named = False  # Whether `beat` has named the work before the first step.
     # Step and time of the first update in this process. Earlier time includes compilation.
     self._first: tuple[int, float] | None = None
     self._active, self._bar = active, None
@@ -101,9 +109,10 @@ class Progress(contextlib.AbstractContextManager):
     threading.Thread(target=beats, daemon=True).start()
 
   def beat(self) -> None:
-    """Shows the elapsed time, during the first step."""
-    elapsed = clock_text(self._clock() - self._begin)
-    self._show(f"compilation, first evaluation and first step; {elapsed} so far")
+    """Shows the elapsed time, during the first step. A log names the work in one line only."""
+    work = "" if self._named and self._bar is None else f"{_FIRST_WORK[self._phase]}; "
+    self._named = True
+    self._show(f"{work}{clock_text(self._clock() - self._begin)} so far")
 
   def _show(self, text: str) -> None:
     """Shows the number of finished steps and a text."""

@@ -95,9 +95,7 @@ def test_accuracy_is_the_mean_over_samples_and_problems(params, capsys):
     return rewards.Scores(reward, {"right": 4, "timeout": 1}, reward)
 
   row, records = evaluate(evaluator(benchmark(score)), params, alone=True)
-  assert capsys.readouterr().err.startswith(
-    "eval 0/10  compilation, first evaluation and first step; 0:0"
-  )
+  assert capsys.readouterr().err.startswith("eval 0/10  compilation and first problems; 0:0")
   assert row["eval/accuracy"] == pytest.approx((3 + 1) / 15)
   assert row["eval/greedy"] == pytest.approx(2 / 5)
   assert row["eval/accuracy/low"] <= row["eval/accuracy"] <= row["eval/accuracy/high"]

@@ -78,8 +78,8 @@ def test_compilation_is_shown_until_the_first_step():
       clock[0] += 2.0e6
       progress.update(step, {"loss": 2.0})
   assert log.getvalue().splitlines() == [
-    "sft 0/10  compilation, first evaluation and first step; 0:00 so far",
-    "sft 0/10  compilation, first evaluation and first step; 1:15 so far",
+    "sft 0/10  compilation and first step; 0:00 so far",
+    "sft 0/10  1:15 so far",
     "sft 1/10  loss 2  left ?",
     "sft 2/10  loss 2  left at most 4444:26:40",
   ]
