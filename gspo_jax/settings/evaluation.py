@@ -5,8 +5,13 @@ import re
 from typing import Annotated
 
 from gspo_jax.settings import ranges
-from gspo_jax.settings.ranges import Name, NonNegativeInt, PositiveInt, Temperature, key
+from gspo_jax.settings.ranges import Name, NonNegativeInt, PositiveInt, Range, Temperature, key
 from gspo_jax.settings.rewards import VERIFIERS
+
+_NEVER = (
+  "the first and the last evaluation are always made; for these two alone set a number above "
+  "rl.iterations"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +44,9 @@ class BenchmarkConfig:
 class EvalConfig:
   """Evaluations during training, and of job=eval. docs/evaluation.md"""
 
-  every: PositiveInt = key(20, "number of iterations between evaluations during training")
+  every: Annotated[int, Range(1, 1_000_000, reason=_NEVER)] = key(
+    20, "number of iterations between evaluations during training"
+  )
   problems: NonNegativeInt = key(
     0, "number of held-out problems, evenly spread over the set; 0: all"
   )

@@ -343,6 +343,7 @@ STEPS = r"objective\.segment_delimiters=.*segment_unit='step'"
 # Refused by the estimator of advantages, or by a section itself.
 REFUSED_BY_SECTIONS = [
   (BASE, dict(rl__group_size=1), r"rl\.group_size=1: advantages are relative"),
+  (BASE, dict(eval__every=0), r"eval\.every=0 must be .*: .* for these two alone set a number"),
   (BASE, {TUNED: dict(dapo=dict(clip_low=2.0))}, r"tuned\.dapo\.clip_low=2\.0 must be"),
   (BASE, {TUNED: dict(dapo=dict(clip_low="x"))}, r"tuned\.dapo\.clip_low='x' must be"),
   (BASE, {TUNED: dict(gspo=dict(tau_pos=1.0))}, r"tuned\.gspo\.tau_pos: gspo has no such option"),
