@@ -96,7 +96,8 @@ def describe_run(run: Run, by_phase: ByPhase, places: Mapping[tuple[str, str], R
       its metric.
   """
   alarms = [
-    alarm | {"place": places.get((alarm["phase"], alarm["metric"]))} for alarm in warnings(by_phase)
+    alarm | {"place": find_place(places, alarm["phase"], alarm["metric"])}
+    for alarm in warnings(by_phase)
   ]
   return {
     "name": run.name,
@@ -112,6 +113,16 @@ def describe_run(run: Run, by_phase: ByPhase, places: Mapping[tuple[str, str], R
       if rows
     },
   }
+
+
+def find_place(places: Mapping[tuple[str, str], Row], phase: str, metric: str) -> Row | None:
+  """Finds a metric's curve, else that of an evaluation.
+
+  Returns None if there is no such curve.
+  """
+  names = [name for kind, name in places if kind == phase and name.startswith("eval/")]
+  keys = (phase, metric), *((phase, name) for name in names if name.endswith(f"/{metric}"))
+  return next((places[key] for key in keys if key in places), None)
 
 
 def warnings(by_phase: ByPhase) -> Iterable[Row]:

@@ -229,6 +229,8 @@ def test_warnings_join_consecutive_rows():
   ]  # fmt: skip
   places = [w["place"] for w in described["runs"][0]["warnings"]]  # None: no such curve.
   assert places == [{"view": "learning", "section": "Cold start"}, None, None, None]
+  (warned,) = describe([row(2, "unknown") | {"eval/verifier/unknown": 0.5}])["runs"][0]["warnings"]
+  assert warned["place"], "an evaluation alone may have the metric"
   assert {key for _, key in figures(described)} == {
     "Loss", "Entropy", "Gradient norm", "Learning rate", "Skipped updates", "Router entropy"
   }  # fmt: skip
