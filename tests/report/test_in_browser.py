@@ -413,11 +413,13 @@ def test_axes_tell_their_ticks_apart_and_curves_are_smoothed(tab, tmp_path):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_view_is_wider_than_a_narrow_screen(tab, tmp_path, scheme):
-  with tab.screen(390, 844, scheme):
+  with tab.screen(380, 844, scheme):
     tab.open(write_report(cases.make_run(tmp_path, loss="my_module:a_loss_of_a_very_long_name")))
     for view in tab.evaluate("views.map((view) => view.id)"):
       show(tab, view)
       assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
+      texts = "[...document.querySelectorAll('nav .links, .note, h2, h3')]"
+      assert tab.evaluate(f"{texts}.every((x) => x.scrollWidth <= x.clientWidth)"), view
     back = tab.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (back == "rgb(247, 247, 245)") == (scheme == "light")
 
