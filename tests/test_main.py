@@ -340,7 +340,7 @@ COMMANDS = {
     r"data.eval: there is no file no.jsonl"
   ),
   "TINY --config.data.train=HERE/file": r"data.train: HERE/file ends in none of .jsonl",
-  "TINY --config.checkpoint.directory=HERE/file": r"checkpoint.directory=HERE/file is a file",
+  "TINY --config.checkpoint.directory=HERE/file": r"directory=HERE/file: HERE/file is not a dir",
   "TINY --config.reward.name=nowhere:f": r"'nowhere:f' cannot be imported: .*on PYTHONPATH",
   "TINY --config.reward.name=verifier:number": r"verifier:number'.*is not a function",
   "TINY --config.environment.name=talk:Talk": r"environment.name='talk:Talk' fails .*KeyError",
