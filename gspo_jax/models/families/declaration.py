@@ -75,6 +75,7 @@ class Family:
   dense_activation: activation of dense layers, a function of x gate.
   activation: activation of experts, a function of x gate and x up.
   embed_scale: (config) -> factor on rows of the embedding.
+  prediction: first parts of the names of layers for multi-token prediction.
   """
 
   architectures: Mapping[str, Architecture]
@@ -89,6 +90,7 @@ class Family:
   dense_activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
   activation: Activation = swiglu
   embed_scale: Callable[[ModelConfig], float] = lambda config: config.multipliers.embedding
+  prediction: tuple[str, ...] = ()
 
   def final_norm(self, w: functools.partial) -> weights.Weight:
     """Declares the scale of the last norm."""

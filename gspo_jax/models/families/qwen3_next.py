@@ -78,6 +78,7 @@ HYBRID = dict(
   norm=rms_norm_around_one,
   norm_scale=dict(constant=0.0, wide=True),  # Factors are 1 + scale, in float32.
   attention_gate=True,
+  prediction=("mtp.",),
 )
 FAMILY = base.Family(
   dict(

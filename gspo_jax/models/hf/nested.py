@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from gspo_jax.models.families.lookup import FAMILIES
 from gspo_jax.models.hf.architectures import FAMILY_OF, FUSED, OUTER
 from gspo_jax.models.hf.config import CheckpointError, read_json
 from gspo_jax.models.hf.files import Entry, Files
@@ -24,8 +25,6 @@ _INSIDE = ("lm_head.", "language_model.", "model.language_model.")
 _FURTHER = "num_nextn_predict_layers"  # Key of config.json: number of further layers.
 # Keys of config.json for further layers.
 _KEYS = (_FURTHER, "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
-_PREDICTION = "mtp."  # First part of the names of further layers, in `_PREDICTING` families.
-_PREDICTING = ("qwen3_next", "qwen3_5")
 
 Names = dict[str, tuple[str, str]]
 
@@ -47,11 +46,13 @@ class Other:
     path = hub.directory(directory) / "config.json" if directory else None
     raw = read_json(path) if path and path.is_file() else {}
     further = raw.get(_FURTHER) or 0
-    if further or FAMILY_OF.get(raw.get("model_type")) in _PREDICTING:
+    family = FAMILIES.get(FAMILY_OF.get(raw.get("model_type")))
+    prediction = family.prediction if family else ()
+    if further or prediction:
       self._files = files or Files(directory)
       self.keys = {key: raw[key] for key in _KEYS if key in raw}
       layers = range(raw["num_hidden_layers"], raw["num_hidden_layers"] + further)
-      starts = _PREDICTION, *(f"model.layers.{layer}." for layer in layers)
+      starts = *prediction, *(f"model.layers.{layer}." for layer in layers)
       self.names = sorted(x for x in self._files.file_of if x.startswith(starts))
     elif raw.get("model_type") in OUTER:
       self.raw, self._files = raw, files or Files(directory)
