@@ -124,7 +124,7 @@ def outcome(result: Result) -> str:
 def table(results: list[Result]) -> str:
   """Least, median and largest of all seeds, per precision."""
   lines = [
-    "| | updates of SFT | accuracy after SFT | GSPO iteration 10 | 20 | 40 "
+    "| | updates of SFT | accuracy after SFT | GSPO iteration 10 | iteration 20 | iteration 40 "
     f"| ended at {END} or above |",
     "| --- | --- | --- | --- | --- | --- | --- |",
   ]

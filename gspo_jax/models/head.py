@@ -13,15 +13,15 @@ from gspo_jax.models.attention.blocks import softcap
 from gspo_jax.settings.model import REFERENCE, ComputeConfig, ModelConfig
 from gspo_jax.sharding import BATCH, P
 
-NO_TOKEN = -1  # Padding of a support.
+NO_TOKEN = -1  # Padding in lists of the tokens that top-k, top-p and min-p keep (supports).
 
 
 def embed(params: Any, tokens_BT: jax.Array, dtype: Any) -> jax.Array:
   """Looks up rows of the embedding, [B, T, D].
 
-  If the table is split over D ("fsdp"), tokens are sent to all of its shards, and each shard sends
-  back its part of their vectors. That moves fewer bytes than gathering the table, and the table's
-  gradient stays split.
+  If the mesh axis "fsdp" splits D, each device gets the tokens of all devices on this axis, looks
+  up its part of D for these tokens, and sends the parts to the tokens' devices. This moves fewer
+  bytes than gathering a large table, and the table's gradient stays split.
   """
 
   def on_each_device(table_VD, tokens_BT):
@@ -198,8 +198,8 @@ def _over_support(
   most_Bt = jax.lax.stop_gradient(jnp.where(local_BtX, logit_BtX, -jnp.inf).max(-1))
   most_Bt = sharding.pmax(most_Bt, "tensor")
   most_Bt = jnp.where(jnp.isfinite(most_Bt), most_Bt, 0)
-  # Tokens of other devices have an arbitrary logit here, which may exceed the maximum. 0 replaces
-  # this logit: otherwise exp may overflow, and infinity times 0 is NaN in the gradient.
+  # At padding and tokens of other devices, `logit_BtX` is arbitrary and may exceed `most_Bt`. The
+  # difference is 0 there: otherwise exp may overflow, and infinity times 0 is NaN in the gradient.
   shifted_BtX = jnp.where(local_BtX, logit_BtX - most_Bt[..., None], 0)
   mass_Bt = over_support(jnp.exp(shifted_BtX))
   lse_Bt = jnp.log(jnp.where(mass_Bt > 0, mass_Bt, 1))

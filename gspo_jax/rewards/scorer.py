@@ -1,4 +1,7 @@
-"""Scorers: rewards from a verifier's verdicts, with noise and additions (shaping.py).
+"""Scorers turn the verdicts of a verifier into rewards.
+
+If configured, a scorer flips some verdicts (noise), rewards the format, and penalises overlong
+responses (shaping.py).
 
 A verifier is a module. `settings.rewards.VERIFIERS` lists the verifiers of this package. The module
 `user_function` is the verifier that calls a user's function. Members of a verifier:
@@ -10,8 +13,8 @@ A verifier is a module. `settings.rewards.VERIFIERS` lists the verifiers of this
   `notes`, a dict of constant metrics of the run.
 - `check_answer(text)`, optional: raises ValueError for an unreadable gold answer.
 - `word(text)`, optional: returns the gold answer in normalised form if it is a word, else None. If
-  the most frequent gold answer is a word, such as "unknown", a run prints a warning, since this
-  word may replace a missing answer.
+  the most frequent gold answer is a word, such as "unknown", a run prints a warning, since the
+  data may have this word where an answer is missing.
 - `right_lines(response, answer)`, optional: returns verdicts on single lines (lines.py).
 """
 
@@ -51,8 +54,8 @@ class Prompt(Protocol):
 # Function of B responses, their prompts, and B bools, which are False for truncated responses. The
 # function returns B outcomes, and either B values or None. None means that a response's value is 1
 # if the outcome is "right", and 0 otherwise. A response with a verdict is right if the outcome is
-# "right", or if the returned value is at least `reward.right_from` (1 if this key is unset). An
-# outcome without a verdict may be a `pool.Failure`, which has a reason.
+# "right", or if its value is at least `reward.right_from` (1 if this key is unset). An outcome
+# without a verdict may be a `pool.Failure`, which has a reason.
 Verify = Callable[
   [Sequence[str], Sequence[Prompt], Sequence[bool]], tuple[Sequence[str], Sequence[float] | None]
 ]
@@ -75,7 +78,8 @@ class Scores:
   # Rewards of each response's lines, float32 [U]; their sum is `reward`. None unless
   # `reward.per_line` is set.
   lines: Sequence[np.ndarray] | None = None
-  # Values of the verifier before noise and additions, float32 [B]. None if they equal `correct`.
+  # Value of each response before noise and additions, float32 [B]: the verifier's value, or the
+  # sum of `line_values` if `reward.per_line` is set. None means that they equal `correct`.
   values: np.ndarray | None = None
   line_values: Sequence[np.ndarray] | None = None  # `lines` before noise and additions.
 
@@ -368,7 +372,7 @@ def _verdicts(
 
 
 def _finite(outcome: str, value: float | None) -> tuple[str, float | None]:
-  """Replaces an outcome with a NaN, infinite or huge value by a crash."""
+  """Returns the outcome and its value, or a crash if the value is NaN, infinite or huge."""
   if value is None or abs(value) <= LARGEST_REWARD:
     return outcome, value
   reason = f"the reward {value} is no number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"

@@ -11,7 +11,7 @@ GPU_FRACTION = 0.92
 
 @dataclasses.dataclass(frozen=True)
 class Cuda:
-  """Properties of an NVIDIA GPU for its compiler, as CUDA reports them."""
+  """Properties of an NVIDIA GPU that XLA needs to compile for it."""
 
   capability: tuple[int, int]
   cores: int  # Streaming multiprocessors.
@@ -28,7 +28,8 @@ class Chip:
   hbm: float  # bytes
   hbm_speed: float  # bytes per second
   ici_speed: float  # bytes per second, summed over all links and both directions
-  network: float  # bytes per second in each direction, to other slices of TPUs or hosts of GPUs
+  # Bytes per second in each direction, from a TPU to other slices, or from a GPU to other hosts.
+  network: float
   axes: int  # axes of the torus; 1 for GPUs
   clock: float  # cycles per second
   host: str  # value of TPU_ACCELERATOR_TYPE for one host; "" for GPUs
@@ -46,7 +47,8 @@ class Chip:
   def ring_speed(self) -> float:
     """Bytes per second that a device sends along one axis of the torus.
 
-    Each axis has two links, one to each neighbour.
+    This is the speed in one direction, summed over the axis's two links, one to each neighbour. A
+    GPU's NVLink counts as one axis.
     """
     return self.ici_speed / 2 / self.axes / self.devices
 
@@ -102,7 +104,7 @@ GPUS = {
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-  """Stand-in for an absent device. It has the attributes of `jax.Device` that checks read."""
+  """Description of an absent device, with attributes of `jax.Device`."""
 
   platform: str  # "tpu" or "gpu"
   device_kind: str

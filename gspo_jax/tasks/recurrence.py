@@ -1,9 +1,11 @@
-r"""Embedded task of long responses: a recurrence of second order, modulo 100 (docs/data.md).
+r"""Task with long responses, whose problems are generated (docs/data.md).
+
+A response continues a recurrence of second order, modulo 100.
 
 A problem is two lines, such as `33:70\n32:04\n`. A line is a label, a colon, and a number of two
 digits. The units of the number come first, so the numbers of this problem are 7 and 40. Labels
 count down. Tens above 9 are letters, so the label 100 is `A0`. A response continues with the next
-labels, down to `00`: `31:74\n...\n00:32`. Each number is the sum of the numbers of the two lines
+labels, down to `00`: `31:74\n...\n00:38`. Each number is the sum of the numbers of the two lines
 before, modulo 100. With the tokenizer "bytes", a response of n lines has exactly 6 n tokens, the
 stop token included.
 
@@ -31,8 +33,8 @@ def problems(split: str, lines: Sequence[int]) -> Problems:
 
   For each length in `lines`, there is a problem of each pair. For example, `lines` of (8, 32) give
   each pair a problem with a response of 8 lines, and another problem with a response of 32 lines.
-  The two problems are in the same split. Problems are in the order of `lines`, so an evenly spaced
-  sample has all lengths equally often.
+  The two problems are in the same split. All problems of the first length come first, then as many
+  of the second, and so on. So an evenly spaced sample has all lengths equally often.
 
   Args:
     split: "train" or "heldout".

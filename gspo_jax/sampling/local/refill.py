@@ -1,12 +1,13 @@
 """Refill of slots and allocation of cache pages on each device, before every decode step.
 
-A free slot starts the next response to a prefix in the queue (slots.py). If the cache is paged, a
-slot takes another page when its response needs one. If no page is free, a prefix or a response has
-to give its pages back, and is *displaced*. Prefixes in the queue are displaced first, the newest
-before older prefixes. If the queue is empty, the response with the fewest tokens after its prompt
-is displaced. The host detects displaced responses from their missing ids, and submits them again
-(scheduler.py). At least one response always proceeds, since the pages of a device are enough for a
-response of the maximum length (`requests.sizes`).
+The queue has prefilled *prefixes*: prompts, or conversations so far (slots.py). A free slot starts
+the next response to one of them. If the cache is paged, a slot takes another page when its response
+needs one. If no page is free, a prefix or a response has to give its pages back, and is
+*displaced*. Prefixes in the queue are displaced first, the newest before older prefixes. If the
+queue is empty, the response with the fewest tokens after its prompt is displaced. With a prefix,
+its responses that have not started are displaced. The host submits unfinished responses again that
+are neither in a slot nor in the queue (scheduler.py). At least one response always proceeds, since
+the pages of a device are enough for a response of the maximum length (`requests.sizes`).
 """
 
 from typing import Any, NamedTuple
@@ -54,8 +55,9 @@ def _start_response(state):
 def _can_start(state):
   """Whether a response can start in a free slot of a paged cache.
 
-  A start takes one page. One more page is reserved for every active slot whose response may still
-  reach another page. If no slot is active, `_allocate_pages` has already ensured a free page.
+  A start takes one page, since it shares the full pages of its prefix. One more page is reserved
+  for every active slot whose response may still reach another page. If no slot is active,
+  `_allocate_pages` has already ensured a free page.
   """
   s, S = state.slots, state.cache.page
   growing_B = (s.position_B + s.remaining_B - 1) // S > s.position_B // S
