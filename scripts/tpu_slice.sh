@@ -152,8 +152,8 @@ run() {
   done
 }
 
-if ! gcloud auth print-access-token >/dev/null 2>&1; then
-  echo "gcloud has no login: run gcloud auth login first" >&2
+if ! error=$(gcloud auth print-access-token 2>&1 >/dev/null); then
+  printf '%s\ngcloud has no valid login: run gcloud auth login first\n' "$error" >&2
   exit 1
 fi
 case ${1:-} in

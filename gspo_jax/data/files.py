@@ -132,13 +132,14 @@ def named(spec: str, key: str) -> list[epath.Path]:
       "tfds:name/split or a task of this package such as arithmetic:heldout"
     )
   for file in files:
+    if file.name.endswith(tuple(_READERS)):
+      continue
     if file.is_dir():
       ending = next((ending for ending in _READERS if any(file.glob(f"*{ending}"))), ".jsonl")
       raise DataError(
         f"{key}: {file} is a directory: name its files, such as --config.{key}='{file}/*{ending}'"
       )
-    if not file.name.endswith(tuple(_READERS)):
-      raise DataError(f"{key}: {file} ends in none of {', '.join(_READERS)}")
+    raise DataError(f"{key}: {file} ends in none of {', '.join(_READERS)}")
   return files
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from gspo_jax.evaluation import elo
 from gspo_jax.evaluation.benchmarks import Benchmark
-from gspo_jax.runs.metrics import Row
+from gspo_jax.runs.metrics import Row, graded_reward
 from gspo_jax.sampling.trajectory import means
 
 
@@ -64,13 +64,13 @@ def accuracy_lines(benchmarks: Sequence[Benchmark], row: Row) -> Iterator[str]:
       continue
     low, high = (row[f"{b.prefix}accuracy/{end}"] for end in ("low", "high"))
     accuracy, greedy = row[f"{b.prefix}accuracy"], row.get(f"{b.prefix}greedy")
-    reward = row.get(f"{b.prefix}reward/mean", accuracy)
+    reward = graded_reward(row, b.prefix)
     yield (
       f"{b.prefix}accuracy {accuracy:.1%}, 95% interval {low:.1%} to {high:.1%}"
       f" (avg@{b.config.samples}, problems: {len(b.problems):,})"
       + ("" if greedy is None else f"; greedy {greedy:.1%}")
       # Graded rewards may rise while no response is right.
-      + ("\n" if abs(reward - accuracy) < 1e-3 else f"; mean reward {reward:.3f}\n")
+      + ("\n" if reward is None else f"; mean reward {reward:.3f}\n")
     )
 
 

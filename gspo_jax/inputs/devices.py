@@ -72,9 +72,12 @@ def check_devices(config: RunConfig, batch_shards: int) -> None:
       devices = f"{batch_shards} devices of mesh.data × mesh.fsdp × mesh.expert"
       key = name.partition(" ")[0]
       product = ranges.look_up(config, key) * batch_shards
+      multiple = product // math.gcd(product, count)
+      if key == "rl.prompts":
+        multiple = math.lcm(multiple, config.rl.minibatches)
       raise ValueError(
         f"{name} = {count} rows do not divide over the {devices}: set {key} to a multiple of "
-        f"{product // math.gcd(product, count)}"
+        f"{multiple}"
       )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from gspo_jax.report.curves import ByPhase
 from gspo_jax.report.figures import stage_order
-from gspo_jax.runs.metrics import Row
+from gspo_jax.runs.metrics import Row, graded_reward
 from gspo_jax.system.text import clock_text
 
 Rows = Sequence[Row]  # Rows of metrics, in the order of steps.
@@ -67,8 +67,9 @@ def _learning(by_phase: ByPhase, flat: Mapping[str, Any]) -> Row:
     accuracies = _finite(evaluated, key)
     label = f"{_benchmark(key) or 'Held-out accuracy'}, {average(flat, key)}"
     facts += _change(label, accuracies, "percent")
-    rewards = _finite(evaluated, f"{key.removesuffix('accuracy')}reward/mean")
-    if accuracies and rewards and abs(rewards[-1] - accuracies[-1]) > 1e-3:  # Graded rewards.
+    prefix = key.removesuffix("accuracy")
+    if evaluated and graded_reward(evaluated[-1], prefix) is not None:
+      rewards = _finite(evaluated, f"{prefix}reward/mean")
       facts += _change(f"{_benchmark(key) or 'Held-out problems'}, mean reward", rewards)
   facts += _change("Held-out accuracy, greedy", _finite(evaluated, "eval/greedy"), "percent")
   if len(measured) > 2:

@@ -82,8 +82,9 @@ def call(item: list[Any]) -> float:
   except Exception:  # The result may be of any type.
     value = math.nan
   if not abs(value) <= LARGEST_REWARD:  # NaN fails too.
+    text = " ".join(repr(result).split())[:40]  # The pool reports the last line.
     raise ValueError(
-      f"{name}{user_code.place(name)} returned {result!r:.40}: return a number from "
-      f"{-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
+      f"{name}{user_code.place(name)} returned {text}: return a number from {-LARGEST_REWARD:g} to "
+      f"{LARGEST_REWARD:g}"
     )
   return value

@@ -295,6 +295,17 @@ class Writer(contextlib.AbstractContextManager):
     return self._boards[phase]
 
 
+def graded_reward(row: Row, prefix: str) -> float | None:
+  """Returns an evaluation's mean reward; None if it is missing, or follows from the accuracy.
+
+  prefix: first part of the names of the evaluation's metrics.
+  """
+  accuracy, reward = (row.get(prefix + name, math.nan) for name in ("accuracy", "reward/mean"))
+  # Responses without a verdict count in the accuracy, and not in the mean reward.
+  judged = 1 - row.get(f"{prefix}verifier/unknown", 0)
+  return reward if abs(reward * judged - accuracy) >= 1e-3 else None
+
+
 def read_rows(path: str | os.PathLike) -> list[Row]:
   """Reads metrics rows; [] if the file does not exist.
 

@@ -65,7 +65,9 @@ def _check_required(config: RunConfig) -> None:
 
 def _check_data_files(config: RunConfig) -> None:
   """Raises DataError if a file of problems does not exist. Reads no rows."""
-  specs = {"data.train": config.data.train} if config.samples_prompts else {}
+  # Only the first host needs growing files.
+  trains = config.samples_prompts and not config.schedule.refresh_every
+  specs = {"data.train": config.data.train} if trains else {}
   for key, spec in (specs | {key: b.data for _, b, key in config.benchmarks()}).items():
     for path in (part["path"] for part in sources.parts_of(spec, key)):
       if path.partition(":")[0] not in (*TASKS, "tfds"):

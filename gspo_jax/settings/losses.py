@@ -126,7 +126,7 @@ def find_loss(name: str) -> O.PolicyLoss:
   parameters = [*_parameters(function, label).values()]
   if len(parameters) < 4 or any(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters[:4]):
     raise ValueError(
-      f"{label}: the first arguments of {function.__name__}{user_code.place(name)} must be "
+      f"{label}: the first arguments of {name}{user_code.place(name)} must be "
       "logp_BT, old_logp_BT, advantage_B or advantage_BT, and mask_BT, in this order; its "
       f"arguments are {', '.join(p.name for p in parameters) or 'none'}"
     )
@@ -159,7 +159,7 @@ def find_estimator(name: str) -> O.Estimator:
   parameters = _parameters(function, label)
   if "valid_PG" not in [*parameters][1:]:
     raise ValueError(
-      f"{label}: the arguments of {function.__name__}{user_code.place(name)} must be reward_PG and "
+      f"{label}: the arguments of {name}{user_code.place(name)} must be reward_PG and "
       "valid_PG, then options with defaults; its arguments are "
       f"{', '.join(parameters) or 'none'}"
     )
@@ -170,7 +170,7 @@ def find_estimator(name: str) -> O.Estimator:
     advantage_PG = function(reward_PG, valid_PG=valid_PG, **values)
     if getattr(advantage_PG, "shape", None) != jnp.shape(reward_PG):
       raise TypeError(
-        f"{function.__name__} returned {checks.describe(advantage_PG)}, expected an array [P, G] = "
+        f"{name} returned {checks.describe(advantage_PG)}, expected an array [P, G] = "
         f"{list(jnp.shape(reward_PG))}"
       )
     return jnp.where(valid_PG > 0, advantage_PG, 0)

@@ -136,8 +136,8 @@ def check_value(kind: Any, value: Any, key: str) -> None:
     hint = did_you_mean(_SYNONYMS.get(word, word), map(str, choices))
     if isinstance(permitted, Name) and (name := ":".join(word.rsplit(".", 1))) in permitted:
       hint = f"; did you mean {name}?"  # A dot instead of the colon.
-    module = word.removesuffix(".py")
-    if isinstance(permitted, Name) and os.path.isfile(f"{module}.py"):
+    module = os.path.relpath(word.removesuffix(".py") or ".")
+    if isinstance(permitted, Name) and module[0] != "." and os.path.isfile(f"{module}.py"):
       hint = f"; for a function in {module}.py write {module.replace('/', '.')}:FUNCTION"
     raise ValueError(f"{key}={value!r} is not {describe(kind)}{hint}")
   if isinstance(permitted, Range) and value not in permitted:

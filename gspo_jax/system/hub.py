@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import io
+import logging
 import os
 import re
 import shutil
@@ -31,7 +32,10 @@ from gspo_jax.system.transfer import Transfer
 _ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
 _COMMIT = re.compile("[0-9a-f]{40}")
 SMALL = ("*.json", "*.jinja", "*.txt", "tokenizer.model")  # Files in `Repository.directory`.
-os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # The library warns of every attempt, twice.
+# The library warns of every attempt, twice. It reads the variable when it is imported.
+if "HF_HUB_VERBOSITY" not in os.environ:
+  os.environ["HF_HUB_VERBOSITY"] = "error"
+  logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 AT_ONCE = 8  # Number of concurrent downloads, as in `huggingface_hub`.
 
 

@@ -42,3 +42,5 @@ def test_an_accuracy_is_printed_with_its_interval():
     "eval/aime/accuracy 50.0%, 95% interval 25.0% to 62.5% (avg@4, problems: 30); "
     "mean reward 0.625\n",
   ]
+  unknown = row | {"eval/aime/reward/mean": 0.625, "eval/aime/verifier/unknown": 0.2}
+  assert not any("mean reward" in line for line in accuracy_lines(sets, unknown))

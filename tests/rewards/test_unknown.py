@@ -97,7 +97,7 @@ def test_functions_of_the_users_say_why(monkeypatch):
   monkeypatch.chdir(Path(__file__).parents[1])
   function = config("support.user_rewards:by_length", time_limit_s=0.5)
   with rewards.open_scorer(function) as score:
-    scores = score(["abcd", "raise", "hang", "nan", "die", "ab", "none"], prompts(["wxyz"] * 7))
+    scores = score([*"abcd raise hang nan die ab none rows".split()], prompts(["wxyz"] * 8))
   returned = "crash: ValueError: support.user_rewards:by_length (user_rewards.py, line 7) returned"
   assert scores.unknown == {
     1: "crash: KeyError: 'raise' (user_rewards.py, line 10)",
@@ -105,8 +105,9 @@ def test_functions_of_the_users_say_why(monkeypatch):
     3: f"{returned} nan: return a number from -1e+15 to 1e+15",
     4: "crash: its process died twice",
     6: f"{returned} None: return a number from -1e+15 to 1e+15",
+    7: f"{returned} [0, 1]: return a number from -1e+15 to 1e+15",
   }
-  np.testing.assert_array_equal(scores.reward, [1, 0, 0, 0, 0, 0.5, 0])
+  np.testing.assert_array_equal(scores.reward, [1, 0, 0, 0, 0, 0.5, 0, 0])
 
 
 def test_mathematics_that_cannot_be_decided_is_unknown(monkeypatch):

@@ -521,3 +521,6 @@ def test_the_configurations_choose_what_they_say():
     with pytest.raises(ValueError, match=r"needs paths: set --config\.weights=.*data\.train="):
       paths.check_paths(group)
   paths.check_paths(length)
+  # The first host alone needs growing files.
+  data = dataclasses.replace(grows.data, train="elsewhere.jsonl", eval="arithmetic:heldout")
+  paths.check_paths(dataclasses.replace(grows, data=data, weights="random"))

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 # States of the slice and answers of the first host, a line each; the last ones stay.
 GCLOUD = """#!/usr/bin/env bash
 next() { head -n 1 "$HERE/$1"; [[ $(wc -l <"$HERE/$1") == 1 ]] || sed -i 1d "$HERE/$1"; }
-[[ $1 != auth ]] || exit "${NO_LOGIN:-0}"
+[[ $1 != auth ]] || { echo reason >&2; exit "${NO_LOGIN:-0}"; }
 printf '%q ' "$@" >>"$HERE/calls"; echo >>"$HERE/calls"
 case "$*" in
   *"projects describe"*) echo 123 ;;
@@ -134,7 +134,7 @@ def test_the_set_up_makes_a_bucket_in_the_region_and_gives_the_role(call):
 def test_a_missing_login_is_named_before_any_request(call):
   done, lines = call("run", states=[""], NO_LOGIN="1")
   assert done.returncode == 1 and not lines
-  assert done.stderr == "gcloud has no login: run gcloud auth login first\n"
+  assert done.stderr == "reason\ngcloud has no valid login: run gcloud auth login first\n"
 
 
 def test_an_unset_variable_is_named_before_any_call(call):

@@ -307,7 +307,9 @@ def test_only_rows_of_the_job_must_divide_over_devices():
   devices.check_devices(config(job="rl", **sft), 8)
   devices.check_devices(config(job="sft", **rl), 8)
   devices.check_devices(config(job="eval", **rl, **sft), 8)
-  for changes, key, unit in (sft, "sft.batch", 8), (rl, "rl.prompts", 4):
+  thirds = dict(rl__prompts=6, rl__group_size=3, rl__minibatches=3)
+  cases = (sft, "sft.batch", 8), (rl, "rl.prompts", 4), (thirds, "rl.prompts", 24)
+  for changes, key, unit in cases:
     message = f"^{key}.* do not divide over the 8 devices .*: set {key} to a multiple of {unit}$"
     with pytest.raises(ValueError, match=message):
       devices.check_devices(config(job="sft+rl", **changes), 8)

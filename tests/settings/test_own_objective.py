@@ -173,6 +173,8 @@ def test_an_estimator_of_rewards():
     (dict(name="own_losses.soft_clip_loss"), r"did you mean own_losses:soft_clip_loss\?"),
     (dict(name="own_losses"), "for a function in own_losses.py write own_losses:FUNCTION"),
     (dict(advantage="own_losses.py"), "in own_losses.py write own_losses:FUNCTION"),
+    (dict(name="./own_losses.py"), "in own_losses.py write own_losses:FUNCTION"),
+    (dict(name=f"{pathlib.Path(__file__).parents[1]}/conftest.py"), "module:function[^;]*$"),
     (dict(name="own_loses:soft_clip_loss"), r"did you mean own_losses\?"),
     (dict(name=NAME, off_policy_threshold=0.1), "no argument weight"),
     (dict(advantage="own_losses:divides"), "not finite for a group of equal rewards"),

@@ -18,6 +18,8 @@ def by_length(response, prompt) -> float:
     return "0.5"
   if response == "none":
     return None
+  if response == "rows":
+    return type("Rows", (), {"__repr__": lambda _: "[0,\n 1]"})()
   return min(1.0, len(response) / len(prompt["answer"]))
 
 
