@@ -10,12 +10,13 @@ rules. `logp_BT` has shape [B, T].
   S  cache positions (keys)            F  feed-forward width
   V  vocabulary                        E  experts
   l  layers                            k  experts per token
-  r  rank of an adapter
+  r  rank of an adapter                L  tokens of a rollout's row (T in a batch)
+                                       X  tokens of a support, at most
 
 `logp_BT` is the natural logarithm of the probability of the token at position t given all earlier
 tokens. `mask_BT` is 1 on trained tokens, and 0 on prompt, padding, tool and environment tokens. In
 RL, trained tokens are sampled by a policy. |y_i| is the sum of sequence i's mask. A sequence with a
-mask of zeros is padding, and no mean includes it.
+mask of zeros is not trained, and no loss includes it: padding, or a response without a verdict.
 """
 
 import dataclasses
@@ -59,11 +60,12 @@ class Rollout:
   tokens: np.ndarray  # int32 [B, L]: prompt, then response or conversation, right-padded
   mask: np.ndarray  # float32 [B, L]: 1 on sampled tokens, the stop token included
   turns: np.ndarray  # int32 [B, L]: turn of each sampled token, 0, 1, ...; -1 elsewhere
-  # float32 [B, L]: log-prob of each sampled token, within top-k, top-p and min-p; 0 elsewhere
+  # float32 [B, L]: log-prob of each sampled token, normalised over its support (see `support`); 0
+  # elsewhere
   logp: np.ndarray
   full_logp: np.ndarray  # float32 [B, L]: log-prob in the whole vocabulary; NaN if unknown
   version: np.ndarray  # int32 [B, L]: version of the weights that sampled each token; -1 elsewhere
-  rewards: np.ndarray  # float32 [B, L]: reward of each turn, at its last token; 0 elsewhere
+  rewards: np.ndarray  # float32 [B, L]: reward of a turn or line at its last token; 0 elsewhere
   prompt_lengths: np.ndarray  # int32 [B]
   lengths: np.ndarray  # int32 [B]: number of sampled tokens, |y_i|
   ends: np.ndarray  # int32 [B]: number of tokens before the padding
@@ -71,7 +73,7 @@ class Rollout:
   # int8 or int16 [B, L, l, k]: experts chosen by the sampler, -1 for a token without a forward pass
   # (padding and each row's last token). None if not recorded, or if the model has no experts
   routing: np.ndarray | None = None
-  # int32 [B, L, X]: support of each sampled token, the token ids within top-k, top-p and min-p,
+  # int32 [B, L, X]: support of each sampled token, the token ids that top-k, top-p and min-p keep,
   # padded to X with -1. All X entries are -1 if the support is the whole vocabulary, or if no token
   # was sampled at the position. None if not recorded
   support: np.ndarray | None = None
@@ -89,16 +91,18 @@ class Places:
   `row_B` is [0, 0] and `start_B` is [0, 6].
 
   Sequences with the same prompt may share one copy of the prompt in the packed row. This copy has
-  all tokens but the last, and is called the trunk. Attention reads another row, with the whole
-  prompt for each sequence. If the prompt of both sequences has 3 tokens, the trunk takes positions
-  0 and 1. So `trunk_B` is [0, 0], `start_B` is [2, 6], and `path_B` is [0, 6].
+  all tokens but the last, and is called the trunk. The rest of each sequence begins with its own
+  copy of the prompt's last token. Attention reads a longer row, in which each sequence is whole.
+  For example, let the two sequences have one prompt of 3 tokens. In the packed row, the trunk takes
+  positions 0 and 1, and the rests begin at 2 and 6. In attention's row, the sequences begin at 0
+  and 6. So `trunk_B` is [0, 0], `start_B` is [2, 6], and `path_B` is [0, 6].
   """
 
   order_B: Array  # int32: index of the sequence before packing
   row_B: Array  # int32: packed row, numbered from 0 on each device; -1 for no row
   start_B: Array  # int32: position of the sequence's first token in the packed row
-  # If prompts are shared, `start_B` is the position of the prompt's last token instead, which is
-  # separate for each sequence. If prompts are not shared, the next two fields are None.
+  # The next two fields are None if no prompts can be shared (`packing.shares`). Otherwise `start_B`
+  # is the position of the sequence's own copy of the prompt's last token.
   trunk_B: Array | None = None  # int32: position of the prompt's first token in the packed row
   path_B: Array | None = None  # int32: position of the sequence's first token in attention's row
 
@@ -114,8 +118,8 @@ class ModelInputs:
   # int32 [B, T, X]: token ids over which log-probs are normalised, padded with -1 (models/head.py).
   # None for the whole vocabulary
   support_BTX: Array | None = None
-  # int32: length of the prompt shared by a group's sequences. None if prompts may differ within a
-  # group, or if their lengths are unknown
+  # int32: length of the prompt shared by a group's sequences. None if prompts, or their recorded
+  # experts, may differ within a group, or if lengths are unknown
   prompt_B: Array | None = None
   places: Places | None = None  # None if each row is one sequence
 
@@ -147,7 +151,8 @@ class AdvantageInputs:
 class MetricInputs:
   """Inputs of metrics alone; no loss uses them."""
 
-  # float32: 1 on tokens sampled with the weights before the updates. None if all tokens are
+  # float32: 1 on tokens sampled with the weights before this iteration's updates. If experts are
+  # replayed, a row with an older token is all 0. None if these weights sampled all tokens
   current_BT: Array | None = None
   # int32: age, in iterations, of the oldest weights that sampled tokens of the response; -1 if the
   # response has no version. None if no metric needs the age
@@ -161,8 +166,8 @@ class TrainBatch:
   inputs: ModelInputs
   mask_BT: Array  # float32: 1 on trained tokens
   advantage_B: Array  # float32
-  # float32: log-probs of the old policy, the denominator of importance ratios. All updates of an
-  # iteration have the same values: those of the sampler, unless a pass of the trainer replaces them
+  # float32: log-probs of the old policy, the denominator of importance ratios. They are those of
+  # the sampler, unless a pass of the trainer replaces them before the iteration's first update
   old_logp_BT: Array
   sampler_logp_BT: Array  # float32: log-probs returned by the sampler
   ref_logp_BT: Array | None = None  # float32: reference policy's log-probs. None if not needed
@@ -171,8 +176,9 @@ class TrainBatch:
   own_logp_BT: Array | None = None
   # float32: advantage of each token. None if all tokens of a response have `advantage_B`
   advantage_BT: Array | None = None
-  # int32: segment number of each token (sampling/parts.py). In objective "segment", each segment
-  # has its own importance ratio. None for losses without segments
+  # int32: number of the part of the response to which each token belongs, from 0: a turn, step,
+  # line or block (sampling/parts.py). In objective "segment", each part has its own importance
+  # ratio. None for losses without parts
   unit_BT: Array | None = None
   # bool: whether an advantage in the sequence's group is not 0. The KL penalty applies only to
   # sequences for which this is True. None if the penalty applies to all sequences
@@ -194,7 +200,8 @@ class TrainBatch:
   def with_fields(self, **fields: Any) -> "TrainBatch":
     """Returns the batch with replaced fields.
 
-    A field may also be one of `critic_targets`, `advantage_inputs` or `metric_inputs`.
+    Fields inside `critic_targets`, `advantage_inputs` and `metric_inputs` are named directly, such
+    as `return_BT`.
     """
     parts = {}
     for name in ("critic_targets", "advantage_inputs", "metric_inputs"):

@@ -27,8 +27,8 @@ class Data:
   train_prompts: Sequence[Prompt]  # [] for a job without training.
   demonstrations: Sequence[Prompt]  # For the cold start; [] if there is none.
   recordings: recorded.Recordings | None  # Responses for job=offline; None for other jobs.
-  held_out: Sequence[HeldOut]  # Problems of each benchmark.
-  evaluations: Sequence[HeldOut]  # Benchmarks of the job's evaluations; [] for job=sft.
+  held_out: Sequence[HeldOut]  # Benchmarks with their problems.
+  evaluations: Sequence[HeldOut]  # `held_out`, or [] for job=sft, which has no evaluations.
 
   @property
   def main_prompts(self) -> Sequence[Prompt]:
@@ -69,7 +69,10 @@ def read_data(config: RunConfig, tok: Tokenizer) -> Data:
 def _read_held_out(
   config: RunConfig, tok: Tokenizer, verifier: str, trained: Sequence[Sequence[Prompt]]
 ) -> list[HeldOut]:
-  """Reads the problems of each benchmark, and counts those in `trained`."""
+  """Reads the problems of each benchmark, and counts their overlap with training data.
+
+  trained: prompts of each training source. The largest count over the sources is kept.
+  """
   held_out = []
   for name, benchmark, key in config.benchmarks():
     check_gold = rewards.answer_check(benchmark.reward or verifier)
@@ -115,13 +118,13 @@ class Trial(NamedTuple):
   """A problem's prompt, and the environment's answers to two possible first turns."""
 
   tokens: tuple[int, ...]  # The prompt as the model reads it.
-  answers: tuple[Answer, ...]  # Answers to the gold answer and to an empty turn.
+  answers: tuple[Answer, ...]  # After the gold answer as first turn, and after an empty one.
 
 
 def try_environment(
   config: RunConfig, environment: environments.Make, tok: Tokenizer, prompt: Prompt
 ) -> Trial:
-  """Tries two first turns in an environment.
+  """Tries the environment with two first turns, each in a new conversation.
 
   One turn is the gold answer, and the other is empty.
 
@@ -163,7 +166,7 @@ def reward_sections(config: RunConfig) -> dict[str, RewardConfig]:
   """Returns section `reward` for each verifier of the run and its benchmarks.
 
   Raises:
-    ValueError: a verifier cannot be imported.
+    ValueError: there is no module of a verifier, or the verifier lacks `reward.per_line`.
   """
   sections = {config.reward.name: config.reward}
   for _, b, _ in config.benchmarks():

@@ -86,17 +86,18 @@ def suggest(path: str, key: str, keys: Iterable[str]) -> list[str]:
   """Suggests keys for an unknown key; [] if none is similar.
 
   If TRL or verl has a key of this name, the corresponding key of this package is suggested.
-  Otherwise it is a key or section of `path` with a similar name. If there is none, all keys of this
-  name in other sections are suggested.
+  Otherwise the key or section of `path` with the most similar name is suggested. If there is none,
+  all keys of this name in other sections are suggested.
 
-  If `key` is dotted, its section is unknown. At the top level, keys of this name are then preferred
-  to sections with a similar name: for "evl.every", "eval.every" instead of "eval". Within a
-  section, no other section's keys are suggested.
+  If `key` is dotted, its first part is no section. At the top level, the key of this name in the
+  section with a similar name is suggested, such as "eval.every" for "evl.every". If there is none,
+  all keys of this name in any section are suggested. Below the top level, no other section's keys
+  are suggested, except for names of TRL and verl.
 
   Args:
-    path: path of the key's section, with a dot at the end; "" for the top level.
-    key: the part of the key after `path`; dotted if a flag names a key of an unknown section.
-    keys: keys of the section.
+    path: the part of the key whose sections exist, with a dot at the end; "" for the top level.
+    key: the rest of the key.
+    keys: keys of the section `path`.
   """
   section, _, name = key.rpartition(".")
   elsewhere = [dotted for dotted in _dotted(RunConfig) if dotted.rpartition(".")[2] == name]

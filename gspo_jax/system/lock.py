@@ -25,9 +25,10 @@ def alone_in(*directories: str | os.PathLike) -> Iterator[None]:
   machines. If a file system has no locks, a warning is printed. Directories in buckets (gs://) are
   not locked.
 
+  All processes raise the same type of error.
+
   Raises:
-    ValueError: a directory cannot be created, or another run has locked it. All processes raise
-      this error.
+    ValueError: a directory cannot be created, or another run has locked it.
     WriteError: a directory cannot be written.
   """
   local = [Path(d).absolute() for d in directories if d and "://" not in str(d)]
@@ -66,7 +67,7 @@ def _lock_all(directories: Sequence[Path], stack: contextlib.ExitStack) -> None:
 
 
 def _lock(file: TextIO, kind: int, directory: Path) -> None:
-  """Locks a directory's open file without waiting. Raises ValueError if another run has a lock."""
+  """Locks the open `FILE` of a directory without waiting. Raises ValueError if another run has."""
   try:
     fcntl.flock(file, kind | fcntl.LOCK_NB)
   except OSError as error:

@@ -29,7 +29,9 @@ class Quantity:
   """A number with an optional unit."""
 
   value: fractions.Fraction  # Exact value.
-  places: int | None = None  # Number of digits after the point of a decimal, else None.
+  # Digits after the point of a decimal without exponent, denominator or word such as "million".
+  # None for other numbers.
+  places: int | None = None
   unit: units.Unit | None = None
   count: fractions.Fraction | None = None  # Number before one of `units.COUNTED`: 7 of "7 dozen".
 
@@ -40,7 +42,7 @@ def read(text: str, letters: bool = False) -> Quantity | None:
 
   A number is an integer in digits or words, a decimal, a/b, \frac or a mixed number.
 
-  letters: whether "12 m" is 12 metres rather than 12 times a variable.
+  letters: whether "12 m" is 12 metres. If not, m may be a variable, and the result is None.
   """
   if len(text) > 80:
     return None
@@ -56,7 +58,7 @@ def read(text: str, letters: bool = False) -> Quantity | None:
   if rest[:1].isdigit() or not re.fullmatch(r"(?:[^\W\d]|\s*\()?[^(=<>+!&]*\.?", rest):
     return None
   worded = bool(spelling.TEXT.search(source))
-  if worded and _BEFORE_TEXT.match(source[match.end() :]):  # 5A\\text{ m}: A may be a variable.
+  if worded and _BEFORE_TEXT.match(source[match.end() :]):  # 5A\text{ m}: A may be a variable.
     return None
   variable = None if worded or part["currency"] else _VARIABLE.fullmatch(rest)
   if variable and (variable["over"] or not letters):
@@ -77,10 +79,11 @@ def read(text: str, letters: bool = False) -> Quantity | None:
 def same(gold: Quantity, ours: Quantity) -> bool | None:
   r"""Compares quantities. Returns None if SymPy must decide.
 
-  Two units must agree; a missing unit is taken to be in the question. 50\% agrees with 0.5, and
-  with 50 as the answer to "how many percent". But 0.5\% does not agree with 0.5. 7 dozen agree with
-  the gold answer 84, and with 7 as the answer to "how many dozen". SymPy must decide for degrees
-  against radians, and for degrees against a different number without a unit.
+  Units are converted, so 1 km agrees with 1000 m. If one quantity has no unit, its unit is taken to
+  be in the question. 50\% agrees with 0.5, and with 50 as the answer to "how many percent". But
+  0.5\% does not agree with 0.5. The response "7 dozen" agrees with the gold answers 84 and 7, since
+  the question may be "how many dozen". SymPy must decide if one is in degrees, and the other is in
+  radians or is another number without a unit.
   """
   if ours.count is not None and gold.unit is None is gold.count and ours.count == gold.value:
     return True
