@@ -69,7 +69,7 @@ def read_data(config: RunConfig, tok: Tokenizer) -> Data:
 def _read_held_out(
   config: RunConfig, tok: Tokenizer, verifier: str, trained: Sequence[Sequence[Prompt]]
 ) -> list[HeldOut]:
-  """Reads the problems of each benchmark, and counts their overlap with training data.
+  """Reads benchmarks, and counts their overlap with training data.
 
   trained: prompts of each training source. The largest count over the sources is kept.
   """
@@ -124,7 +124,7 @@ class Trial(NamedTuple):
 def try_environment(
   config: RunConfig, environment: environments.Make, tok: Tokenizer, prompt: Prompt
 ) -> Trial:
-  """Tries the environment with two first turns, each in a new conversation.
+  """Tries two first turns, each in a new conversation.
 
   One turn is the gold answer, and the other is empty.
 
