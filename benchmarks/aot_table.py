@@ -61,6 +61,9 @@ GPU_RUNS = {  # Flags of the run by model and topology.
   "Qwen3-8B h100:1": "--config=configs/gsm8k.py:8B-h100",
   "Qwen3-8B a100:1": "--config=configs/gsm8k.py:8B-h100",
   "Qwen3-8B h100:8": "--config=configs/dense_math.py:Qwen3-8B-Base --config.rl.microbatches=16",
+  "Qwen3.5-0.8B h100:1": "--config=configs/gsm8k.py:Qwen3.5-0.8B-h100",
+  "Qwen3.5-2B h100:1": "--config=configs/gsm8k.py:Qwen3.5-2B-h100",
+  "Qwen3.5-4B h100:1": "--config=configs/gsm8k.py:Qwen3.5-4B-h100",
   "Qwen3-30B-A3B h100:8": "--config=configs/moe_aime.py --config.mesh.fsdp=2 "
   "--config.lora.rank=32 --config.rl_optimizer.learning_rate=1e-5 --config.engine.slots=64 "
   "--config.rl.prompts=64 --config.rl.microbatches=32 --config.mesh.rollout_experts=auto",
@@ -99,6 +102,8 @@ FAMILY_RUNS = {  # Flags of one run of each family, by topology.
   "gpt_oss": _runs(_math("gpt-oss-20b", 8, EXPERTS), "v6e:2x4", "h100:8"),
   "minimax_m2": _runs(_math("MiniMax-M2", 128, f"{UNPACKED} {TENSOR}"), "v5e:8x16")
   | _runs(_math("MiniMax-M2", 128, UNPACKED), "h100:2x8"),
+  "qwen3_5": _runs("--config=configs/gsm8k.py:Qwen3.5-0.8B-v6e", "v6e:1x1")
+  | _runs("--config=configs/gsm8k.py:Qwen3.5-0.8B-h100", "h100:1"),
 }
 MARKS = "<!-- table: benchmarks/aot_table.py -->\n", "<!-- end of table -->"
 
@@ -310,7 +315,7 @@ def gpu_markdown(rows: dict[str, dict[str, Any]]) -> str:
     parts = total["train"], max(total["score"], total["publish"])
     parts += (max(total["prefill"], total["decode"]),)
     train, decode = row["train"], row["decode"]
-    adapters = re.search(r"lora.rank|[48]B-h100", flags)
+    adapters = re.search(r"lora.rank|[:-][48]B-h100", flags)
     ratios = train["product_flops"] / train["executed_flops"]
     ratios = ratios, decode["hbm_bytes"] / decode["needed_bytes"]
     values = (model, topology, "adapters" if adapters else "all", *(f"{n:.1f}" for n in parts))

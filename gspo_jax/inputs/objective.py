@@ -48,9 +48,9 @@ def _check_loss(config: ObjectiveConfig, max_length: int) -> None:
     advantage = f"advantage_BT [{_B}, {_T}]"
     if not find_loss(config.name).by_token:
       advantage = f"advantage_B [{_B}], since its third argument is not called advantage_BT"
-    reason = _describe(error, config.name)
     raise ValueError(
-      f"{label} fails on log-probs and mask [{_B}, {_T}] and {advantage}: {reason}"
+      f"{label} fails: {_describe(error, config.name)}; tried on log-probs and mask [{_B}, {_T}], "
+      f"and on {advantage}"
     ) from error
   total, _, clipped_BT = sums
   fault = ""

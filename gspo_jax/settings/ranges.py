@@ -133,7 +133,8 @@ def check_value(kind: Any, value: Any, key: str) -> None:
   if isinstance(permitted, tuple | Name) and value not in permitted:
     choices = permitted.words if isinstance(permitted, Name) else permitted
     word = str(value)
-    hint = did_you_mean(_SYNONYMS.get(word, word), map(str, choices))
+    stem = word.removesuffix("_loss")  # objectives.gspo_loss has the name gspo.
+    hint = did_you_mean(_SYNONYMS.get(stem, stem), map(str, choices))
     if isinstance(permitted, Name) and (name := ":".join(word.rsplit(".", 1))) in permitted:
       hint = f"; did you mean {name}?"  # A dot instead of the colon.
     module = os.path.relpath(word.removesuffix(".py") or ".")

@@ -12,6 +12,7 @@ If the verifier hangs or crashes, the outcome is "timeout" or "crash" rather tha
 import contextlib
 import enum
 import functools
+import importlib.util
 import os
 import re
 import threading
@@ -89,7 +90,7 @@ def verify(
     text is right, and for any other response the value is "crash".
 
   Raises:
-    RuntimeError: the child process cannot be started, for example because SymPy is missing.
+    RuntimeError: SymPy is missing, or the child process cannot be started.
     ValueError: the gold answer is empty.
   """
   return shared(time_limit_s).check([response], [answer], [finished])[0]
@@ -123,10 +124,12 @@ class MathVerifier(contextlib.AbstractContextManager):
     time_limit_s: limit of one comparison in wall-clock seconds, counted from its start in a worker.
 
   Raises:
-    RuntimeError: a process cannot be started, for example because SymPy is missing.
+    RuntimeError: SymPy is missing, or a process cannot be started.
   """
 
   def __init__(self, workers: int, time_limit_s: float):
+    if importlib.util.find_spec("sympy") is None:
+      raise RuntimeError("math_answer needs SymPy: pip install '.[verifiers]'")
     self._pool = pool.Pool(
       f"{__name__}:_judge_pair", workers, time_limit_s, warm_up=[r"\frac{x}{2}", r"\sqrt{2}x"]
     )

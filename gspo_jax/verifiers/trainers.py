@@ -1,18 +1,20 @@
 """Reward functions for mathematical answers in TRL and verl. They need no JAX."""
 
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
 from gspo_jax.verifiers import math_answer
 from gspo_jax.verifiers.math_answer import UNKNOWN, Outcome
 
+Gold = str | float | None
 Completion = str | Sequence[dict[str, Any]]  # A text, or a conversation as a list of messages.
 
 
 def math_reward(
   prompts: Sequence[Any],
   completions: Sequence[Completion],
-  answer: Sequence[str | None],
+  answer: Sequence[Gold],
   time_limit_s: float = 5.0,
   **kwargs: Any,
 ) -> list[float | None]:
@@ -21,7 +23,7 @@ def math_reward(
   Args:
     prompts: unused.
     completions: texts, or conversations; the last message of a conversation is the response.
-    answer: the column of gold answers in the data set.
+    answer: the column of gold answers in the data set, texts or numbers.
     time_limit_s: limit of one comparison, in seconds.
     **kwargs: unused; TRL passes all columns of the data set.
 
@@ -30,15 +32,16 @@ def math_reward(
     is None if there is no readable gold answer, or if the verifier failed. TRL ignores None.
   """
   texts = [text if isinstance(text, str) else _content(text) for text in completions]
-  pairs = [(text, gold) for text, gold in zip(texts, answer, strict=True) if _has_answer(gold)]
+  golds = [_text(gold) for gold in answer]
+  pairs = [(text, gold) for text, gold in zip(texts, golds, strict=True) if gold]
   outcomes = iter(math_answer.shared(time_limit_s).check(*zip(*pairs))) if pairs else iter(())
-  return [_reward(next(outcomes)) if _has_answer(gold) else None for gold in answer]
+  return [_reward(next(outcomes)) if gold else None for gold in golds]
 
 
 def compute_score(
   data_source: str,
   solution_str: str,
-  ground_truth: str,
+  ground_truth: Gold,
   extra_info: dict[str, Any] | None = None,
   time_limit_s: float = 5.0,
   **kwargs: Any,
@@ -59,8 +62,8 @@ def compute_score(
     verl needs a number.
   """
   reward = None
-  if _has_answer(ground_truth):
-    reward = _reward(math_answer.verify(solution_str, ground_truth, time_limit_s=time_limit_s))
+  if gold := _text(ground_truth):
+    reward = _reward(math_answer.verify(solution_str, gold, time_limit_s=time_limit_s))
   return dict(score=reward or 0.0, acc=reward or 0.0, unknown=float(reward is None))
 
 
@@ -69,8 +72,13 @@ def _reward(outcome: Outcome) -> float | None:
   return None if outcome in UNKNOWN else float(outcome == Outcome.RIGHT)
 
 
-def _has_answer(gold: str | None) -> bool:
-  return bool(gold and gold.strip())
+def _text(gold: Gold) -> str:
+  """Returns the gold answer as a text; "" if there is none."""
+  if gold is None or isinstance(gold, str):
+    return (gold or "").strip()
+  if isinstance(gold, numbers.Real):
+    return str(gold)
+  raise TypeError(f"a gold answer must be a text or a number, and not {gold!r:.60}")
 
 
 def _content(conversation: Sequence[dict[str, Any]]) -> str:

@@ -169,6 +169,7 @@ def test_an_estimator_of_rewards():
       "objective.widht; did you mean objective.width",
     ),
     (dict(name=NAME, clip_low=0.1), "has no such option; it has width"),
+    (dict(name="gspo_loss"), r"did you mean gspo\?$"),
     (dict(name="gspo", beta=0.1), r"it has clip_low, .*; did you mean kl_coef\?"),
     (dict(name="own_losses.soft_clip_loss"), r"did you mean own_losses:soft_clip_loss\?"),
     (dict(name="own_losses"), "for a function in own_losses.py write own_losses:FUNCTION"),

@@ -5,7 +5,7 @@ import inspect
 import pytest
 from support import toy_qwen3
 
-from gspo_jax.verifiers import trainers
+from gspo_jax.verifiers import math_answer, trainers
 
 HANGS = r"\boxed{e^{e^{e^{e^{e}}}}}"
 
@@ -15,6 +15,19 @@ def test_a_reward_is_one_zero_or_none():
   answers = ["0.5", r"\sqrt{2}", "5", r"2\sqrt{2}", None, " "]
   rewards = trainers.math_reward(["q"] * 6, completions, answer=answers, time_limit_s=1.0)
   assert rewards == [1.0, 0.0, 0.0, None, None, None]
+
+
+def test_a_gold_answer_may_be_a_number():
+  assert trainers.math_reward(["q"] * 2, ["4", "4.5"], [4, 4.5]) == [1, 1]
+  assert trainers.compute_score("aime", "It is 17.", 18)["score"] == 0
+  with pytest.raises(TypeError, match=r"must be a text or a number, and not \['4'\]"):
+    trainers.math_reward(["q"], ["4"], [["4"]])
+
+
+def test_a_missing_sympy_is_named(monkeypatch):
+  monkeypatch.setattr("importlib.util.find_spec", {}.get)
+  with pytest.raises(RuntimeError, match=r"needs SymPy: pip install '\.\[verifiers\]'"):
+    math_answer.MathVerifier(1, 1.0)
 
 
 def test_the_last_message_of_a_conversation_counts():
