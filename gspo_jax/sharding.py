@@ -90,9 +90,9 @@ def make_mesh(
     raise ValueError(f"{named}: at most one size may be -1 (all remaining devices)")
   if -1 in sizes:
     fixed = -math.prod(sizes)
-    if fixed > len(devices):
+    if len(devices) % fixed:
       raise ValueError(
-        f"{named}: the product without -1 is {fixed}, but {len(devices)} devices exist: lower one"
+        f"{named}: the product without -1 is {fixed}, and must divide {len(devices)} devices"
       )
     sizes[sizes.index(-1)] = len(devices) // fixed
   if math.prod(sizes) != len(devices):

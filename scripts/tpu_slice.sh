@@ -11,7 +11,7 @@
 # `run` requests the slice, starts the run on its hosts with nohup, and waits. Preempted machines
 # are deleted and requested again, until the run returns 0; then they are given back. The run goes
 # on without this script, and the same command waits for it again. Another exit code than 0 and 75
-# (stopped by a signal) ends the script, and leaves the machines for a look.
+# (stopped by a signal) ends the script, and leaves the machines for a look or another `run`.
 #
 # TYPE: v4-8, v5litepod-16, v5p-128, v6e-64, ... Others by RUNTIME, the image of the hosts.
 # TPU: name of slice and run (gspo). SPOT=0: machines that stay, and cost more. SERVICE_ACCOUNT: of
@@ -24,6 +24,7 @@ esac
 for name in PROJECT ZONE TYPE BUCKET; do
   [[ -n ${!name:-} ]] || { echo "$name is not set: the head of $0 has an example" >&2; exit 2; }
 done
+[[ $BUCKET == gs://?* ]] || { echo "BUCKET=$BUCKET must begin with gs://" >&2; exit 2; }
 command -v gcloud >/dev/null ||
   { echo "gcloud is not installed: https://cloud.google.com/sdk/docs/install" >&2; exit 2; }
 TPU=${TPU:-gspo} SPOT=${SPOT:-1} PAUSE=${PAUSE:-30}
@@ -143,8 +144,9 @@ run() {
         if ((lost > 5)); then say "deleting it, to request it again"; delete; lost=0; fi
         ;;
       *)
-        on_hosts 0 'tail -n 30 gspo.log' || true
-        say "exit code $code; scripts/tpu_slice.sh delete gives the machines back"
+        # The next `run` finds no code, and starts anew.
+        on_hosts 0 'tail -n 30 gspo.log; rm gspo.code' || true
+        say "exit code $code; scripts/tpu_slice.sh run starts again, delete gives the machines back"
         return "$code"
         ;;
     esac

@@ -49,24 +49,27 @@ _TARGET = flags.DEFINE_string(
   "description is built from the data sheet of the GPU in --topology.",
 )
 _SLICES = flags.DEFINE_integer(
-  "slices", 1, "Number of TPU slices; mesh.data must be a multiple of this number."
+  "slices", 1, "Number of TPU slices; mesh.data must be a multiple of this number.", lower_bound=1
 )
 _SEQUENCES = flags.DEFINE_integer(
   "sequences",
   0,
   "Sequences per update (programs train and score), in one micro-batch; 0: the configured numbers "
   "of sequences and micro-batches.",
+  lower_bound=0,
 )
 _LENGTH = flags.DEFINE_integer(
   "length",
   0,
   "Tokens per sequence (programs train and score); 0: data.max_prompt_tokens plus "
   "sampling.max_new_tokens.",
+  lower_bound=0,
 )
 _SLOTS = flags.DEFINE_integer(
   "slots",
   0,
   "Responses that the sampler decodes at once, over all devices; 0: engine.slots.",
+  lower_bound=0,
 )
 _PROGRAMS = flags.DEFINE_list("programs", list(PROGRAMS), "Programs to compile.")
 _SEARCH = flags.DEFINE_bool(
@@ -76,17 +79,19 @@ _SEARCH = flags.DEFINE_bool(
   "decode) on the mesh of these updates.",
 )
 _TRIES = flags.DEFINE_integer(
-  "tries", 8, "Maximum number of programs compiled by each of the two searches."
+  "tries", 8, "Maximum number of programs compiled by each of the two searches.", lower_bound=1
 )
 _MEAN_RESPONSE = flags.DEFINE_integer(
   "mean_response",
   0,
   "Assumed mean number of tokens of a response; 0: half of sampling.max_new_tokens, at most 8,192.",
+  lower_bound=0,
 )
 _MEAN_PROMPT = flags.DEFINE_integer(
   "mean_prompt",
   0,
   "Assumed mean number of tokens of a prompt; 0: a quarter of data.max_prompt_tokens.",
+  lower_bound=0,
 )
 _EXPLAIN = flags.DEFINE_integer(
   "explain",

@@ -175,13 +175,22 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
   suffix = f" of {limit / GIB:,.1f}" if limit else ""
   text = []
   for moment, parts in moments.items():
-    text += [f"memory of a device {moment}: {sum(parts.values()) / GIB:,.3g}{suffix} GiB"]
+    needed = sum(parts.values())
+    remedy = _remedy(moment) if limit and needed > limit else ""
+    text += [f"memory of a device {moment}: {needed / GIB:,.3g}{suffix} GiB{remedy}"]
     text += [f"  {size / GIB:>8.3g}  {name}" for name, size in parts.items()]
   text.append(
-    "  python -m gspo_jax.aot --config=... --topology=v5p:4x4x4 prints the compiler's own figures "
-    "(pip install -e '.[tpu]')"
+    "  python -m gspo_jax.aot --config=... --topology=v5p:4x4x4 (or h100:8) prints the compiler's "
+    "own figures (pip install -e '.[tpu]', or '.[aot-cuda]')"
   )
   return text
+
+
+def _remedy(moment: str) -> str:
+  """Returns the end of a line on memory that does not fit."""
+  if moment == "in an update":
+    return "; too much: raise microbatches or mesh.fsdp, or set lora.rank"
+  return "; too much: lower engine.slots or engine.cache_tokens"
 
 
 def iteration(

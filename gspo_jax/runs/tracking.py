@@ -30,17 +30,20 @@ def open_wandb(project: str, workdir: Path, config: Mapping[str, Any]) -> Any:
   resumed run repeats steps, W&B shows these steps twice.)
 
   Raises:
-    ValueError: wandb is not installed.
+    ValueError: wandb is not installed, or cannot start a run, for example without an API key.
   """
   wandb, name = find_wandb(project), Path(workdir).resolve()
-  run = wandb.init(
-    project=project,
-    id=f"{name.name}-{zlib.crc32(str(name).encode()):08x}",
-    name=name.name,
-    resume="allow",
-    dir=str(workdir),
-    config=dict(config),
-  )
+  try:
+    run = wandb.init(
+      project=project,
+      id=f"{name.name}-{zlib.crc32(str(name).encode()):08x}",
+      name=name.name,
+      resume="allow",
+      dir=str(workdir),
+      config=dict(config),
+    )
+  except Exception as error:  # Errors of its server, too.
+    raise ValueError(f"--config.wandb={project}: {error}; correct it, or set it to ''") from error
   for phase in ("sft", "rl", "eval"):
     run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
   return run

@@ -242,13 +242,18 @@ def test_a_dry_run_refuses_what_a_run_refuses(run_forked, tmp_path):
   [
     ("v5p:2x2x2", r"devices: 8 x TPU v5p \(data 8 .*\n(.*\n)*memory .* of 95\.0 GiB\n"),
     ("h100:1", r"devices: 1 x NVIDIA H100 .*\n(.*\n)*memory .* of 72\.8 GiB\n"),
+    (
+      "h100:1 --config.rl.prompts=1000000",
+      r"GiB; too much: raise microbatches or .*\n(.*\n)*.* GiB; too much: lower engine\.slots or",
+    ),
     ("v5e:3x3", "do not divide over"),
     ("h100", "--topology=h100: write the number of GPUs, such as h100:8"),
     ("v5p:9", "--topology=v5p:9: write the sides of the slice in chips, such as v5p:4x4x2"),
   ],
 )
 def test_a_dry_run_takes_the_devices_of_a_topology(topology, message, run_forked, tmp_path):
-  flags = "--config=tiny", "--dry_run", f"--topology={topology}", "--config.distributed=True"
+  flags = ["--config=tiny", "--dry_run", "--config.distributed=True"]
+  flags += f"--topology={topology}".split()
   done = run_forked("gspo_jax.main", *flags, cwd=tmp_path)
   assert re.search(message, done.stdout + done.stderr), done.stderr
   assert "only process" not in done.stderr

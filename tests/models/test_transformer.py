@@ -244,6 +244,9 @@ def test_mesh_sizes_must_multiply_to_the_devices():
   with pytest.raises(ValueError, match=r"mesh\.fsdp=3.*8 exist"):
     sharding.make_mesh(MeshConfig(1, 3, 1, 1))
   assert sharding.make_mesh(MeshConfig(-1, 2, 1, 2)).shape["data"] == 2
+  for size in 3, 16:
+    with pytest.raises(ValueError, match=f"without -1 is {size}, and must divide 8 devices"):
+      sharding.make_mesh(MeshConfig(-1, size, 1, 1))
 
 
 def test_two_axes_of_one_weight_on_one_mesh_axis_are_refused():

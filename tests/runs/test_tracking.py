@@ -89,6 +89,14 @@ def test_missing_weights_and_biases_says_how_to_install_it(tmp_path, monkeypatch
     metrics.Writer(tmp_path, wandb="project")
 
 
+def test_a_missing_key_of_weights_and_biases_is_one_line(tmp_path, monkeypatch):
+  stub = types.ModuleType("wandb")
+  stub.init = lambda **_: (_ for _ in ()).throw(RuntimeError("No API key configured"))
+  monkeypatch.setitem(sys.modules, "wandb", stub)
+  with pytest.raises(ValueError, match=r"wandb=project: No API key configured; correct it"):
+    metrics.Writer(tmp_path, wandb="project")
+
+
 WRITES_A_ROW = """
 import sys
 from gspo_jax.runs import metrics

@@ -103,6 +103,7 @@ def test_an_error_of_the_run_ends_the_script_and_keeps_the_machines(call):
   done, lines = call("run", states=["ACTIVE"], codes=["2"])
   assert done.returncode == 2 and "delete gives the machines back" in done.stderr
   assert names(lines) == ["state", "status", "log"]
+  assert "rm gspo.code" in lines[-1].replace("\\ ", " ")  # Another `run` starts anew.
 
 
 @pytest.mark.parametrize(
@@ -135,6 +136,12 @@ def test_a_missing_login_is_named_before_any_request(call):
   done, lines = call("run", states=[""], NO_LOGIN="1")
   assert done.returncode == 1 and not lines
   assert done.stderr == "reason\ngcloud has no valid login: run gcloud auth login first\n"
+
+
+def test_a_bucket_without_its_scheme_is_refused(call):
+  done, lines = call("run", BUCKET="b")  # It would name a folder of the machines.
+  assert done.returncode == 2 and not lines
+  assert done.stderr == "BUCKET=b must begin with gs://\n"
 
 
 def test_an_unset_variable_is_named_before_any_call(call):
