@@ -172,12 +172,12 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
         moments["while it samples"] = lasting | sampling
   limit = (device.memory_stats() or {}).get("bytes_limit")
   limit = limit or accelerators.memory(device.device_kind)
-  suffix = f" of {limit / GIB:,.1f}" if limit else ""
   text = []
   for moment, parts in moments.items():
     needed = sum(parts.values())
-    remedy = _remedy(moment) if limit and needed > limit else ""
-    text += [f"memory of a device {moment}: {needed / GIB:,.3g}{suffix} GiB{remedy}"]
+    text += [
+      f"memory of a device {moment}: {needed / GIB:,.3g}{_limit_text(moment, needed, limit)}"
+    ]
     text += [f"  {size / GIB:>8.3g}  {name}" for name, size in parts.items()]
   text.append(
     "  python -m gspo_jax.aot --config=... --topology=v5p:4x4x4 (or h100:8) prints the compiler's "
@@ -186,11 +186,14 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
   return text
 
 
-def _remedy(moment: str) -> str:
-  """Returns the end of a line on memory that does not fit."""
+def _limit_text(moment: str, needed: float, limit: float | None) -> str:
+  """Returns the end of a line on memory, with a remedy above the limit."""
+  text = f" of {limit / GIB:,.1f} GiB" if limit else " GiB"
+  if not limit or needed <= limit:
+    return text
   if moment == "in an update":
-    return "; too much: raise microbatches or mesh.fsdp, or set lora.rank"
-  return "; too much: lower engine.slots or engine.cache_tokens"
+    return f"{text}; too much: raise microbatches or mesh.fsdp, or set lora.rank"
+  return f"{text}; too much: lower engine.slots or engine.cache_tokens"
 
 
 def iteration(
