@@ -174,10 +174,7 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
   limit = limit or accelerators.memory(device.device_kind)
   text = []
   for moment, parts in moments.items():
-    needed = sum(parts.values())
-    text += [
-      f"memory of a device {moment}: {needed / GIB:,.3g}{_limit_text(moment, needed, limit)}"
-    ]
+    text += [f"memory of a device {moment}: {_amount(moment, sum(parts.values()), limit)}"]
     text += [f"  {size / GIB:>8.3g}  {name}" for name, size in parts.items()]
   text.append(
     "  python -m gspo_jax.aot --config=... --topology=v5p:4x4x4 (or h100:8) prints the compiler's "
@@ -186,9 +183,9 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
   return text
 
 
-def _limit_text(moment: str, needed: float, limit: float | None) -> str:
-  """Returns the end of a line on memory, with a remedy above the limit."""
-  text = f" of {limit / GIB:,.1f} GiB" if limit else " GiB"
+def _amount(moment: str, needed: float, limit: float | None) -> str:
+  """Returns the needed memory as text, with a remedy above the limit."""
+  text = f"{needed / GIB:,.3g}" + (f" of {limit / GIB:,.1f} GiB" if limit else " GiB")
   if not limit or needed <= limit:
     return text
   if moment == "in an update":
