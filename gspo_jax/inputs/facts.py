@@ -35,10 +35,11 @@ def describe(
   golds = {key: [prompts[i].answer for i in embedded.probe(len(prompts))]
     for key, (prompts, *_) in checked.items()}  # fmt: skip
   words = {key: rewards.frequent_word(checked[key][1], golds[key]) for key in checked}
+  recorded = data.recordings.prompts if data.recordings else []
+  trained = data.train_prompts if c.samples_prompts else recorded
   shared = [f"{b.shared} of {len(b.problems)} of {b.key}" for b in data.held_out if b.shared]
   return rules.DataFacts(
-    prompts=len(data.train_prompts) if c.samples_prompts else 0,
-    recorded=len(data.recordings.prompts) if data.recordings is not None else 0,
+    prompts=len(trained),
     demonstrations=len(data.demonstrations),
     answers={key: _fitting_share(golds[key], encode, *checked[key][1:]) for key in checked},
     words={key: word for key, word in words.items() if word},

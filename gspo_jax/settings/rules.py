@@ -39,8 +39,8 @@ TASK_VERIFIERS = {  # Verifiers of this package that can accept responses to an 
 class DataFacts:
   """Facts about data and machine, for rules of INVALID_DATA and DATA_WARNINGS."""
 
-  prompts: int = 0  # Number of prompts of data.train; 0 if the job does not read data.train.
-  recorded: int = 0  # Number of groups of recorded responses, for job=offline.
+  # Number of prompts of data.train; if the job does not read it, of prompts of recorded responses.
+  prompts: int = 0
   demonstrations: int = 0  # Number of demonstrations of the cold start; 0 without a cold start.
   # Shares of gold answers that fit into a response: a dict by key of the data (data.train, ...).
   answers: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -471,9 +471,9 @@ DATA_WARNINGS = (
     "is missing (\"unknown\"), remove its rows", lambda c, facts: bool(facts.words), "CHANGELOG"),
   DataRule("held-out problems are in data.train too ({facts.shared:}): accuracy on these may be "
     "memorised; remove one of the copies", lambda c, facts: bool(facts.shared), "test_rehearse"),
-  DataRule("{rl.prompts} is more than data.train and offline.data have ({facts.prompts:} and "
-    "{facts.recorded:}): an iteration repeats prompts", lambda c, facts: c.has_iterations
-    and 0 < (facts.prompts or facts.recorded) < c.rl.prompts, "CHANGELOG: small files"),
+  DataRule("{rl.prompts} is more than the {facts.prompts:} prompts of the data: an iteration "
+    "repeats some of them", lambda c, facts: c.has_iterations and 0 < facts.prompts < c.rl.prompts,
+    "CHANGELOG: small files"),
   DataRule("{sft.batch} is more than the {facts.demonstrations:} demonstrations: an update repeats "
     "some of them", lambda c, facts: 0 < facts.demonstrations < c.sft.batch, "CHANGELOG"),
   DataRule("{reward.workers} × {reward.memory_mb} are more than this machine's memory of "

@@ -685,7 +685,6 @@ DOUBTED = [
 FACTS = rules.DataFacts(
   prompts=40,
   demonstrations=10,
-  recorded=20,
   answers={"data.train": 0.5},
   words={"data.train": "yes: 40%"},
   format_tokens=8,
@@ -809,7 +808,7 @@ def test_settings_doubtful_with_the_data_give_warnings():
       re.search(r"\{[\w.]+:?\}", x) for x in rules.warnings(configured(TINY, changes), FACTS)
     )
   (line,) = rules.warnings(configured(TINY, {}), dataclasses.replace(FACTS, answers={}, words={},
-    recorded=0, prompts=0, shared=""))  # fmt: skip
+    prompts=0, shared=""))  # fmt: skip
   assert line.startswith("sft.batch=") and "10 demonstrations" in line
 
 
