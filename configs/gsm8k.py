@@ -9,7 +9,7 @@ Expected:  not run by us at this size
 The name of a variant is a size of Qwen3 or a model of Qwen3.5, followed by the chip.
 `VARIANTS` lists all names. If a chip cannot hold the optimizer's moments of all parameters, its
 variant trains adapters instead (lora.rank). docs/one_chip.md has the memory that the compiler
-reports. Variants of Qwen3.5 have not been compiled.
+reports. Updates of Qwen3.5 have not been compiled for v6e.
 
 configs/gsm8k.py:tiny is a test of the set-up, with a small random model, adapters and the byte
 tokenizer. It needs only the two data files, and its reward stays near 0.
