@@ -45,8 +45,8 @@ def lines(
     return [*text, unknown, f"next, on {topology}: {_run_command(arguments)}"]
   # The flag --search needs one of these programs.
   searched = {"train", "decode"} & {row["program"] for row in rows}
-  names = [] if searched else ["--programs=train,decode"]
-  return [*text, f"next: {_command(arguments, *names, '--search')}"]
+  kept = arguments if searched else [*_without(arguments, "programs"), "--programs=train,decode"]
+  return [*text, f"next: {_command(kept, '--search')}"]
 
 
 def search_lines(searches: Sequence[Search], topology: str, arguments: Sequence[str]) -> list[str]:
@@ -62,9 +62,8 @@ def search_lines(searches: Sequence[Search], topology: str, arguments: Sequence[
     )
     return [text, "next: take a larger topology"]
   rows = [search.rows[search.ranked()[0]] | dict(program=search.program) for search in searches]
-  dropped = "search", "slots"
-  flags = [x for x in _with_values(arguments) if x.lstrip("-").partition("=")[0] not in dropped]
   changes = [flag for search in searches for flag in _changes(search)]
+  flags = _without(arguments, "search", "slots")
   return [*_fit_lines(rows, topology), f"next: {_command(flags, *changes)}"]
 
 
@@ -94,10 +93,13 @@ def smaller(large: Sequence[str], case: Case, shards: int) -> str:
 
   If a program of the sampler does not fit, the flag halves the slots. Otherwise it doubles the
   micro-batches or, if their rows cannot be halved, sets full remat. Returns "" if the slots cannot
-  be halved, or full remat is set already. Other arguments are as in `lines`.
+  be halved, full remat is set already, or the copy of the weights does not fit. Other arguments are
+  as in `lines`.
 
   large: names of programs that do not fit.
   """
+  if "publish" in large:
+    return ""
   if {"prefill", "decode"} & {*large}:
     slots = case.engine.slots_for(case.workload.trajectories) // 2
     return f"--config.engine.slots={slots}" if slots and slots % shards == 0 else ""
@@ -115,6 +117,11 @@ def _run_command(arguments: Sequence[str]) -> str:
   flags = [x for x in _with_values(arguments) if x.lstrip("-").startswith("config")]
   command = shlex.join(["python", "-m", "gspo_jax.main", *flags, "--workdir=DIR"])
   return f"XLA_PYTHON_CLIENT_MEM_FRACTION={GPU_FRACTION:g} {command}"
+
+
+def _without(arguments: Sequence[str], *names: str) -> list[str]:
+  """Returns the flags, except those of these names."""
+  return [x for x in _with_values(arguments) if x.lstrip("-").partition("=")[0] not in names]
 
 
 def _with_values(arguments: Sequence[str]) -> list[str]:

@@ -19,9 +19,9 @@ def row(program, peak, fits=True, **more):
   return dict(program=program, fits=fits, hbm_gib=16.0, peak_gib=peak, held_gib=1.0) | more
 
 
-def verdict_of(*rows, shards=1, **changes):
+def verdict_of(*rows, shards=1, options=(), **changes):
   case = make_case(config_of(common.base, **changes))
-  return verdict.lines(rows, case, "v5e:2x2", shards, ARGUMENTS)
+  return verdict.lines(rows, case, "v5e:2x2", shards, [*ARGUMENTS, *options])
 
 
 def test_programs_that_fit_have_room_bounds_and_a_search():
@@ -33,6 +33,9 @@ def test_programs_that_fit_have_room_bounds_and_a_search():
   ]
   *_, command = verdict_of(row("score", 13.0, binds="interconnect"))
   assert command == f"{COMMAND} --programs=train,decode --search"
+  for options in ["--programs", "score"], ["--programs=score"]:
+    *_, again = verdict_of(row("score", 13.0, binds="interconnect"), options=options)
+    assert again == command
   *_, bound, after = verdict_of(row("train", 13.0))  # A GPU's times are unknown.
   assert bound.startswith("bound: unknown")
   assert after.endswith("python -m gspo_jax.main '--config=own file.py' --workdir=DIR")
@@ -47,10 +50,11 @@ def test_programs_that_fit_have_room_bounds_and_a_search():
     ("train", dict(compute__remat="full"), 4096, "next: take a larger topology"),
     ("decode", dict(engine__slots=64), 8, f"{COMMAND} --config.engine.slots=32"),
     ("decode", dict(engine__slots=64), 64, "next: take a larger topology"),
+    ("publish", dict(), 1, "next: take a larger topology"),
   ],
 )
 def test_programs_that_do_not_fit_get_the_next_command(program, changes, shards, command):
-  rows = row("publish", 1.0, binds="hbm"), dict(program=program, fits=False, hbm_gib=16.0)
+  rows = row("score", 1.0, binds="hbm"), dict(program=program, fits=False, hbm_gib=16.0)
   lines = verdict_of(*rows, shards=shards, **changes)
   assert lines == [f"verdict: v5e:2x2 is too small for {program}", command]
 
