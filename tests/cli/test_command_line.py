@@ -322,6 +322,14 @@ def test_the_compiler_says_what_is_wrong_in_one_line(run_forked, tmp_path):
       ["--config=tiny", "--search", "--programs=publish"],
       r"publish: --search finds settings for .*decode",
     ),
+    *(
+      (["--config=tiny", f"--{name}=-1"], f"--{name}=-1: -1 is not a non-negative integer")
+      for name in "sequences length slots mean_response mean_prompt".split()
+    ),
+    *(
+      (["--config=tiny", f"--{name}=0"], f"--{name}=0: 0 is not a positive integer")
+      for name in ("slices", "tries")
+    ),
     (["--config=tiny", "--config.rollout_mesh.fsdp=2"], r"rollout_mesh=\{.*'fsdp': 2.*=train,"),
   ):
     done = run_forked("gspo_jax.aot", *flags, cwd=tmp_path)
