@@ -122,7 +122,7 @@ def plan() -> None:
   try:
     devices = chips.described(_TOPOLOGY.value) if _TOPOLOGY.value else None
     inputs = read_inputs(config, _workdir(), devices)
-    lines = plan.lines(inputs, rehearse(inputs))
+    lines = plan.lines(inputs, rehearse(inputs), _TOPOLOGY.value)
   except (ValueError, OSError) as error:
     refuse(error)
   if jax.process_index() == 0:

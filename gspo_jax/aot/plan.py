@@ -37,10 +37,13 @@ ALL = 2  # Activations saved without remat, relative to remat="both".
 COPIES = 3
 
 
-def lines(inputs: Inputs, rewards: Sequence[float] = ()) -> list[str]:
+def lines(inputs: Inputs, rewards: Sequence[float] = (), topology: str = "") -> list[str]:
   """Returns the lines of --dry_run.
 
-  rewards: rewards of the first problem's gold answer and of an empty response; () to omit them.
+  Args:
+    inputs: inputs of the run.
+    rewards: rewards of the first problem's gold answer and of an empty response; () to omit them.
+    topology: name of the devices; "" for the devices of this machine.
   """
   config = inputs.config
   differs = provenance.difference(dataclasses.asdict(default()), dataclasses.asdict(config))
@@ -70,6 +73,11 @@ def lines(inputs: Inputs, rewards: Sequence[float] = ()) -> list[str]:
   text += first_problem(inputs, rewards)
   text += memory(
     programs.resolve_remat(programs.make_case(config), inputs.meshes.trainer), inputs, devices[0]
+  )
+  example, extra = ("h100:8", "aot-cuda") if devices[0].platform == "gpu" else ("v5p:4x4x4", "tpu")
+  text.append(
+    f"  python -m gspo_jax.aot --config=... --topology={topology or example} prints the compiler's "
+    f"own figures (pip install -e '.[{extra}]')"
   )
   if "sft" in config.job:
     tokens = config.sft.batch * config.sft.max_tokens
@@ -176,10 +184,6 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
   for moment, parts in moments.items():
     text += [f"memory of a device {moment}: {_amount(moment, sum(parts.values()), limit)}"]
     text += [f"  {size / GIB:>8.3g}  {name}" for name, size in parts.items()]
-  text.append(
-    "  python -m gspo_jax.aot --config=... --topology=v5p:4x4x4 (or h100:8) prints the compiler's "
-    "own figures (pip install -e '.[tpu]', or '.[aot-cuda]')"
-  )
   return text
 
 

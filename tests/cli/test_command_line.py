@@ -240,8 +240,16 @@ def test_a_dry_run_refuses_what_a_run_refuses(run_forked, tmp_path):
 @pytest.mark.parametrize(
   "topology, message",
   [
-    ("v5p:2x2x2", r"devices: 8 x TPU v5p \(data 8 .*\n(.*\n)*memory .* of 95\.0 GiB\n"),
-    ("h100:1", r"devices: 1 x NVIDIA H100 .*\n(.*\n)*memory .* of 72\.8 GiB\n"),
+    (
+      "v5p:2x2x2",
+      r"devices: 8 x TPU v5p \(data 8 .*\n(.*\n)*memory .* of 95\.0 GiB\n"
+      r"(.*\n)*.* --topology=v5p:2x2x2 .*\[tpu\]",
+    ),
+    (
+      "h100:1",
+      r"devices: 1 x NVIDIA H100 .*\n(.*\n)*memory .* of 72\.8 GiB\n"
+      r"(.*\n)*.* --topology=h100:1 .*\[aot-cuda\]",
+    ),
     (
       "h100:1 --config.rl.prompts=1000000",
       r"GiB; too much: raise microbatches or .*\n(.*\n)*.* GiB; too much: lower engine\.slots or",
