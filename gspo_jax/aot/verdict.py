@@ -45,8 +45,8 @@ def lines(
     return [*text, unknown, f"next, on {topology}: {_run_command(arguments)}"]
   # The flag --search needs one of these programs.
   searched = {"train", "decode"} & {row["program"] for row in rows}
-  kept = arguments if searched else [*_without(arguments, "programs"), "--programs=train,decode"]
-  return [*text, f"next: {_command(kept, '--search')}"]
+  flags = arguments if searched else [*_drop(arguments, "programs"), "--programs=train,decode"]
+  return [*text, f"next: {_command(flags, '--search')}"]
 
 
 def search_lines(searches: Sequence[Search], topology: str, arguments: Sequence[str]) -> list[str]:
@@ -63,7 +63,7 @@ def search_lines(searches: Sequence[Search], topology: str, arguments: Sequence[
     return [text, "next: take a larger topology"]
   rows = [search.rows[search.ranked()[0]] | dict(program=search.program) for search in searches]
   changes = [flag for search in searches for flag in _changes(search)]
-  flags = _without(arguments, "search", "slots")
+  flags = _drop(arguments, "search", "slots")
   return [*_fit_lines(rows, topology), f"next: {_command(flags, *changes)}"]
 
 
@@ -119,8 +119,8 @@ def _run_command(arguments: Sequence[str]) -> str:
   return f"XLA_PYTHON_CLIENT_MEM_FRACTION={GPU_FRACTION:g} {command}"
 
 
-def _without(arguments: Sequence[str], *names: str) -> list[str]:
-  """Returns the flags, except those of these names."""
+def _drop(arguments: Sequence[str], *names: str) -> list[str]:
+  """Drops flags by name."""
   return [x for x in _with_values(arguments) if x.lstrip("-").partition("=")[0] not in names]
 
 
