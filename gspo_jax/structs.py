@@ -16,7 +16,8 @@ rules. `logp_BT` has shape [B, T].
 `logp_BT` is the natural logarithm of the probability of the token at position t given all earlier
 tokens. `mask_BT` is 1 on trained tokens, and 0 on prompt, padding, tool and environment tokens. In
 RL, trained tokens are sampled by a policy. |y_i| is the sum of sequence i's mask. A sequence with a
-mask of zeros is not trained, and no loss includes it: padding, or a response without a verdict.
+mask of zeros is not trained, and no loss includes it: padding, a response without a verdict, or a
+truncated one if `rl.mask_truncated` is set.
 """
 
 import dataclasses
