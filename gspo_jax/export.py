@@ -158,7 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
       f"{options.directory} has no tokenizer files, since tokens are bytes: the ids of a text "
       f"are list(text.encode()), and id {tokenizers.ByteTokenizer.stop_ids[0]} ends a response\n"
     )
-  sys.stdout.write(f"{options.directory}: the weights of {checkpoint.path}\n")
+  dtype = "float32" if options.adapters else options.dtype
+  sys.stdout.write(f"{options.directory}: the weights of {checkpoint.path} in {dtype}\n")
 
 
 if __name__ == "__main__":

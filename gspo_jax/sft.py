@@ -84,18 +84,22 @@ def sft(run: Run) -> Any:
       if reported:
         run.report.update(phase.stages)
       done = step
-  if loss is not None and not _reached_target(run, loss):
-    _warn(done, loss, c.sft.target_loss)
+  if loss is not None and jax.process_index() == 0:
+    sys.stderr.write(_describe_end(done, loss, c.sft.target_loss))
   return state.params
 
 
-def _warn(updates: int, loss: float, target: float) -> None:
-  """Prints a warning about a held-out loss above its target."""
-  if jax.process_index() == 0:
-    sys.stderr.write(
-      f"warning: the cold start missed its target: after {updates} updates the held-out loss is "
-      f"{loss:.3g}, above sft.target_loss={target:g}. Raise sft.steps, or tune sft_optimizer\n"
+def _describe_end(updates: int, loss: float, target: float) -> str:
+  """Describes the end of a cold start; a warning if the held-out loss is above its target."""
+  if loss <= target:
+    return (
+      f"cold start: ended after {updates} updates, with a held-out loss of {loss:.3g}, at most "
+      f"sft.target_loss={target:g}\n"
     )
+  return (
+    f"warning: the cold start missed its target: after {updates} updates the held-out loss is "
+    f"{loss:.3g}, above sft.target_loss={target:g}. Raise sft.steps, or tune sft_optimizer\n"
+  )
 
 
 def _wait(phase: Phase, state: TrainState) -> None:

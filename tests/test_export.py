@@ -45,7 +45,7 @@ def test_a_run_as_others_read_it(trained, tmp_path, capsys):
   export.main([str(workdir), str(tmp_path / "out"), "--dtype=float32"])
   types, weights = capsys.readouterr().out.splitlines()
   assert types == "the run sampled with other dtypes than it trained: engine.cache_dtype=int8"
-  assert weights.endswith(f"the weights of {workdir}/checkpoints/sft/2")
+  assert weights.endswith(f"the weights of {workdir}/checkpoints/sft/2 in float32")
   exported, config = hf.load(tmp_path / "out")
   assert config == model and jax.tree.all(jax.tree.map(np.array_equal, exported, params))
   tok = tokenizer.load(str(tmp_path / "out"))

@@ -1,6 +1,8 @@
 """The cold start: when it ends, what it holds out, what it says, how it goes on."""
 
 import contextlib
+import io
+import re
 
 import jax
 import numpy as np
@@ -54,9 +56,12 @@ def losses(workdir):
 def learned(tmp_path_factory):
   """A sufficient cold start: its directory, target and parameters."""
   workdir, target = tmp_path_factory.mktemp("learned"), 3.0
-  with opened(workdir, sft__target_loss=target) as run:
+  log = io.StringIO()
+  with opened(workdir, sft__target_loss=target) as run, contextlib.redirect_stderr(log):
     params = jax.device_get(sft.sft(run))
   assert (workdir / "report.html").exists()  # It is written while the cold start goes on.
+  end = r"cold start: ended after \d+ updates, with a held-out loss of \S+, at most .*=3"
+  assert re.search(end, log.getvalue())
   return workdir, target, params
 
 
@@ -75,7 +80,7 @@ def test_it_ends_with_the_first_look_that_finds_the_target_reached(learned, capf
     assert same(sft.params_after(run), params)
     assert same(sft.sft(run), params)  # the same command again makes no further update
   assert max(losses(workdir)) == last[0]
-  assert "cold start" not in capfd.readouterr().err
+  assert "warning: the cold start" not in capfd.readouterr().err
 
 
 @pytest.mark.long
@@ -115,7 +120,7 @@ def test_without_a_target_it_makes_all_its_updates(tmp_path, monkeypatch, capfd)
     params = sft.sft(run)
     assert sft.finished(run)
   assert not losses(tmp_path) and rows_of(tmp_path, "sft")[-1]["step"] == 12
-  assert "cold start" not in capfd.readouterr().err
+  assert "warning: the cold start" not in capfd.readouterr().err
   assert len(alive) == 12 and max(alive[1:]) == alive[1]
   with opened(tmp_path, sft__steps=11, resume="force", **options) as run:
     assert sft.finished(run) and same(sft.params_after(run), params)

@@ -26,6 +26,7 @@ TRAIN = ("absl", "flax", "grain", "ml_collections", "optax", "orbax")
 LIBRARIES = dict(
   train=TRAIN,
   experiments=(*TRAIN, "pandas", "scipy", "matplotlib"),
+  test=(*TRAIN, "torch", "transformers"),
 )
 CONFIGS = Path(__file__).parents[1] / "configs"
 # Keys of the configuration in --help, in this order.

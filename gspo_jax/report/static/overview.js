@@ -125,7 +125,7 @@ function comparison() {
     make(
       "div.differences",
       part("Different settings", differences.settings),
-      part("Different code", differences.code),
+      part("Different code, packages and starting weights", differences.code),
     ),
     make(
       "div.questions",
