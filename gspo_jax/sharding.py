@@ -1,6 +1,6 @@
 """The mesh, and rules from the letters of an array to its sharding.
 
-The mesh has four axes. `data` has replicas, usually one for each slice. `fsdp` splits parameters
+The mesh has four axes. `data` has replicas, usually one per TPU slice. `fsdp` splits parameters
 over D. `expert` splits experts over E. `tensor` splits heads, feed-forward width and vocabulary.
 The first three also split the sequences of a batch. The size of any axis may be 1. The mesh is in
 JAX's explicit mode: shardings are part of an array's type, and a wrong one is an error in tracing.
@@ -121,7 +121,7 @@ def slice_of(device: Any) -> int:
 
 
 def rollout_rules(config: MeshConfig, mesh: jax.sharding.Mesh, experts: int) -> Rules:
-  """Returns the sampler's rules. "all" and "fsdp" raise ValueError for indivisible experts."""
+  """Returns the sampler's rules. Raises ValueError if "all" or "fsdp" splits experts unevenly."""
   name = config.rollout_experts
   rules = dict(fsdp=ROLLOUT_FSDP, expert=ROLLOUT).get(name, ROLLOUT_SLICE)
   # Prefill always splits experts over `expert`. Both splits must divide the number of experts.
@@ -133,7 +133,7 @@ def rollout_rules(config: MeshConfig, mesh: jax.sharding.Mesh, experts: int) -> 
 
 
 def each(axes: Axes | None) -> tuple[str, ...]:
-  """Returns the mesh axes of one dimension."""
+  """Returns the mesh axes of one dimension as a tuple; () for None."""
   return axes if isinstance(axes, tuple) else (axes,) if axes else ()
 
 
@@ -281,8 +281,8 @@ def gather_whole(x: jax.Array, pspec: P) -> jax.Array:
 def shard_map(f: Callable, in_specs: Any, out_specs: Any, check: bool = True) -> Callable:
   """Maps `f` over the devices' parts of arrays; returns `f` itself if no mesh is set.
 
-  Pass `check=False` for JAX's Pallas kernels: the types of their results do not declare the axes
-  over which the results vary.
+  Pass `check=False` for Pallas kernels: the types of their results do not declare the axes over
+  which the results vary.
   """
   if without_mesh():
     return f
@@ -354,7 +354,7 @@ def pmax(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
 def vary(tree: Any, axes: tuple[str, ...]) -> Any:
   """Marks replicated arrays inside `shard_map` as varying over `axes`.
 
-  A custom gradient may then return a cotangent per device. The transpose sums them over `axes`.
+  A custom gradient may then return a cotangent per device. The transpose sums these over `axes`.
   """
   if without_mesh():
     return tree

@@ -11,7 +11,7 @@ rules. `logp_BT` has shape [B, T].
   V  vocabulary                        E  experts
   l  layers                            k  experts per token
   r  rank of an adapter                L  tokens of a rollout's row (T in a batch)
-                                       X  tokens of a support, at most
+                                       X  maximum tokens of a support
 
 `logp_BT` is the natural logarithm of the probability of the token at position t given all earlier
 tokens. `mask_BT` is 1 on trained tokens, and 0 on prompt, padding, tool and environment tokens. In

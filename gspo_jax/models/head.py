@@ -19,9 +19,9 @@ NO_TOKEN = -1  # Padding in lists of the tokens that top-k, top-p and min-p keep
 def embed(params: Any, tokens_BT: jax.Array, dtype: Any) -> jax.Array:
   """Looks up rows of the embedding, [B, T, D].
 
-  If the mesh axis "fsdp" splits D, each device gets the tokens of all devices on this axis, looks
-  up its part of D for these tokens, and sends the parts to the tokens' devices. This moves fewer
-  bytes than gathering a large table, and the table's gradient stays split.
+  If the mesh axis "fsdp" splits D, each device gathers the tokens of all devices on this axis. It
+  looks up its part of D for these tokens, and sends the parts to the tokens' devices. This moves
+  fewer bytes than gathering a large table, and the table's gradient stays split.
   """
 
   def on_each_device(table_VD, tokens_BT):

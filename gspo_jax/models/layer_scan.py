@@ -122,7 +122,7 @@ def _reshape(x: Any, axes: int, sizes: tuple[int, ...]) -> Any:
 
 
 def _from_stack(table, block, layer):
-  """Wraps `layer`: its weights are read from their stack, at the layer's index.
+  """Wraps `layer` to read its weights from their stack, at the layer's index.
 
   Experts' weights are passed as an `InStack`, a reference into the stack.
   """

@@ -70,7 +70,7 @@ def adapt(plain: Params, fresh: Params) -> Params:
 
 
 def merged(params: Any, dtype: Any = None) -> Any:
-  """Merges adapters in float32, rounded to the nearest number in `dtype`.
+  """Merges adapters in float32, then rounds to nearest in `dtype`.
 
   Parameters without adapters are unchanged.
 
@@ -129,8 +129,8 @@ def materialize(params: Any, dtype: Any) -> Any:
 
   Args:
     params: parameters with adapters.
-    dtype: dtype to which the caller will cast the result. If it is not bfloat16, or None, sums of a
-      float32 W stay in float32.
+    dtype: dtype to which the caller will cast the result, or None for no cast. Unless it is
+      bfloat16, sums of a float32 W stay in float32.
   """
 
   def rounded(x: Any) -> Any:

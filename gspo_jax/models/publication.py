@@ -20,8 +20,8 @@ def publisher(shardings: Any, dtypes: Any) -> Callable[[Any], Any]:
   """Returns a jitted function: parameters -> copies in `shardings` and `dtypes`.
 
   Adapters are merged. If a weight has adapters or is split over "fsdp", its stacked layers are
-  published one by one. Otherwise XLA would store the sums of all layers in float32, or all gathered
-  layers twice.
+  published one by one. For all layers at once, XLA would store their sums in float32, or the
+  gathered layers twice.
 
   Args:
     shardings: layout of the sampler's parameters.
@@ -86,7 +86,7 @@ def _unchanged(params: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Publishers:
-  """Two functions from the trainer's parameters to the sampler's; one returns its input."""
+  """Two functions from the trainer's parameters to the sampler's. By default they copy nothing."""
 
   load: Callable[[Any], Any] = _unchanged  # Applied in `Engine.load`, on the trainer's mesh.
   copy: Callable[[Any], Any] = _unchanged  # Copies to the sampler's separate mesh, before `load`.

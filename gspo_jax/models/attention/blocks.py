@@ -49,8 +49,8 @@ def attend_blockwise(
   """Attends from query t to keys s <= order_t of its segment, [B, T, N, H].
 
   In forward and backward pass, only the scores of one block of queries and one block of keys are in
-  memory. Blocks before the first and after the last visible key are skipped. The two
-  passes are algorithms 1 and 4 of FlashAttention, arXiv:2205.14135.
+  memory. Blocks before the first and after the last visible key are skipped. The two passes are
+  algorithms 1 and 4 of FlashAttention, arXiv:2205.14135.
 
   Args:
     order_BT: int32, index on S of the last key each query may see.
@@ -202,7 +202,7 @@ def _flash_forward(q, k, v, sink_Kn, query, key, C, scores):
 
 
 def _flash_backward(C, scores, residuals, dy):
-  """Recomputes weights by block, from the log-sum-exp of scores."""
+  """Returns gradients; recomputes weights by block, from the log-sum-exp of scores."""
   q, k, v, sink_Kn, query, key, y, lse = residuals
 
   def query_block(carry, block):

@@ -17,7 +17,7 @@ from gspo_jax.sharding import BATCH, P
 
 
 def spec(x: Any) -> P:
-  """Returns the PartitionSpec of an array of a dense or paged cache."""
+  """Returns the PartitionSpec of a cache's array, but not of a table of pages."""
   return P(None, BATCH, "tensor", *[None] * (x.ndim - 3))
 
 

@@ -38,7 +38,7 @@ class Inputs(NamedTuple):
   beta_BTKR: jax.Array  # Write strength β, between 0 and 1.
 
   def masked(self, real_BT: jax.Array) -> "Inputs":
-    """Makes padding neutral: it neither decays the state nor writes to it."""
+    """Makes padding neutral: padding does not change the state."""
     real_BTKR = real_BT[:, :, None, None]
     return self._replace(
       g_BTKR=jnp.where(real_BTKR, self.g_BTKR, 0),

@@ -35,7 +35,7 @@ def attend(
 
   Returns outputs [B, N, H], and the cache, updated in place. The pages up to a row's position are
   copied to the vector memory once. In layers with a window, only the pages in the window are
-  copied. Each page is copied during the computation of the previous page. Of the last page, only
+  copied. While a page is read, the next page of the grid step is copied. Of the last page, only
   the hardware tile with the new position is written back; for int8, the page's scales are written
   back, too. Keys and values in int8 are not multiplied by their scales. Instead, the scales
   multiply scores and attention weights.

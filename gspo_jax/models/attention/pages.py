@@ -34,7 +34,7 @@ class Block:
   Position s of a row is in the row's page s // S, at s % S.
   """
 
-  kv_lpK2SH: jax.Array  # p pages of S positions; axis 2 is key, value.
+  kv_lpK2SH: jax.Array  # p pages of S positions; the axis of size 2 has key and value.
   scale_lpK2S: jax.Array | None = None  # Scales of int8 keys and values; None for other dtypes.
   table_Bn: jax.Array | None = None  # `Pages.table_Bn`; None in the blocks of `Pages`.
 

@@ -18,7 +18,7 @@ from gspo_jax.settings.model_groups import RopeConfig
 
 
 class Rotation(NamedTuple):
-  """Rotary embedding of global or of local layers."""
+  """Rotary embedding of global or of local (windowed) layers."""
 
   # Radians per position, float32, one for each pair of rotated dimensions of a head.
   frequency_h: np.ndarray

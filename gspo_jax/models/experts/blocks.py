@@ -94,10 +94,10 @@ def block_layout(experts_Xk: jax.Array, num_experts: int, R: int, C: int = 0) ->
 def block_rows(experts_Xk: jax.Array, w: ExpertWeights, backward: bool = False) -> int:
   """Returns R, the rows of a block, a power of two.
 
-  To limit padding, R is at most half of the mean load, or 8 if half is less. If this limit permits,
-  R is large enough for XLA to compute the product of a block on several cores. In the backward pass
-  each block adds to the gradients of all weights of an expert. To have fewer such additions, R is
-  at least 64 in the backward pass, if the limit permits.
+  To limit padding, R is at most 8 or half of the mean load, whichever is larger. If this limit
+  permits, R is large enough for XLA to compute the product of a block on several cores. In the
+  backward pass, each block adds to the gradients of all weights of an expert. To have fewer such
+  additions, R is at least 64 in the backward pass, if the limit permits.
   """
   largest = 1 << max(3, int(mean_load(experts_Xk, w)).bit_length() - 2)
   _, D, F = w.gate.shape
@@ -132,7 +132,7 @@ _multiply = functools.partial(sharding.product, "...RD,...DF->...RF")
 
 
 def _hidden(x_RD: jax.Array, w: ExpertWeights) -> tuple[jax.Array, jax.Array]:
-  """Returns x gate and x up, with biases."""
+  """Returns the products x gate and x up, plus biases."""
   return (
     add_bias(_multiply(x_RD, w.gate), w.gate_bias),
     add_bias(_multiply(x_RD, w.up), w.up_bias),
@@ -247,9 +247,9 @@ apply_blocks.defvjp(_blocks_forward, _blocks_backward)
 def batched_rows(X: int, load: float) -> tuple[int, int]:
   """Returns C, and R ≤ C, the rows of a block.
 
-  C is about 1.2 times `load`, the mean number of assignments per expert. It is at least 8 and at
-  most X. R is at most 64 on CPU, and at most 256 elsewhere, since a GPU needs larger blocks to be
-  busy.
+  C is about 1.2 times `load`, the mean number of assignments per expert. C is at most X, and at
+  least 8 if X permits. R is at most 64 on CPU, and at most 256 elsewhere, since a GPU needs larger
+  blocks to be busy.
   """
   most = 6 if sharding.platform() == "cpu" else 8  # Exponents of 2.
   C = min(X, max(8, -(-int(1.2 * load) // 8) * 8))

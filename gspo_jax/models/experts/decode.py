@@ -18,8 +18,8 @@ from gspo_jax.models.weights import InStack
 from gspo_jax.settings.mesh import AXES
 from gspo_jax.sharding import BATCH, P
 
-# `apply_one_hot` rounds an expert's number of rows up to a multiple of `ROWS`, because fewer rows
-# are not faster on TPU. If all tokens are fewer, their number is rounded up to a multiple of 8.
+# An expert's rows in `apply_one_hot` are a multiple of `ROWS`, because fewer rows are not faster on
+# TPU. If the batch has fewer tokens, their number is rounded up to a multiple of 8 instead.
 ROWS = 64
 
 
@@ -80,7 +80,7 @@ def map_in_stack(f: Callable[[InStack], jax.Array], weights: ExpertWeights) -> E
 
 
 def experts_over(weight: InStack) -> tuple[str, ...]:
-  """Returns the mesh axes with shards of the experts; ("expert",) if there are none."""
+  """Returns the mesh axes of the experts' shards; ("expert",) for unsplit experts."""
   return sharding.each(sharding.spec_of(matrix(weight.stack))[1]) or ("expert",)
 
 

@@ -149,8 +149,8 @@ class Pieces(NamedTuple):
 
   Assignments to other devices' experts follow those to local experts, and are not computed.
 
-  For example, two tokens choose the experts [1, 0] and [0, 5], and 0 and 1 are local. Assignments
-  are numbered 0 to 3, and sorted as 1, 2, 0, 3. `end_E` is [2, 3]: assignment 3 is not computed.
+  For example, two tokens choose the experts [1, 0] and [0, 2], and only 0 and 1 are local. The
+  assignments 0 to 3 are sorted as 1, 2, 0, 3. `end_E` is [2, 3], so assignment 3 is not computed.
   """
 
   assignment_Z: jax.Array  # Index on A, token · k + choice; A for padding.
@@ -205,7 +205,7 @@ def _rows(table: jax.Array, row_R: jax.Array) -> jax.Array:
 
 
 def _hidden(multiply, x_RD, w: GroupedWeights, count_E) -> tuple[jax.Array, ...]:
-  """Returns x gate and x up, with biases; one array if gate and up are joined."""
+  """Returns the products x gate and x up, plus biases; one array if gate and up are joined."""
   parts = tuple(multiply(x_RD, w_EDF, count_E) for w_EDF in w.gate_up)
   if not w.biases:
     return parts

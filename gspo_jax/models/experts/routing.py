@@ -1,4 +1,4 @@
-"""Recorded experts: their storage, and how much the choices of two policies differ.
+"""Records of chosen experts: storage, and differences between the choices of two policies.
 
 For each token and layer, the indices of the k chosen experts are recorded, in any order. All k are
 -1 if there is no record: for padding, and for a position without a forward pass.

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 from gspo_jax.system.accelerators import Chip
 
-# Memory that the compiler uses for the left factor in addition to its two buffers, in tiles. The
-# largest measured value is 1.2.
+# Memory that the compiler uses for the left factor, in addition to two buffers of a tile each. The
+# unit is a tile. The largest measured value is 1.2.
 COPY = 1.25
 Tiles = tuple[int, int, int]
 
@@ -27,7 +27,7 @@ def product_tiles(
   out_size: int,
   memory: int = Chip.vector_memory,
 ) -> tuple[Tiles, int]:
-  """Returns the best tile sizes of a grouped product, and the bytes moved with them.
+  """Returns the best tile sizes of a grouped product, and the bytes moved.
 
   A product is [rows, inner] @ [inner, outer]; each group of rows has a separate matrix.
 
@@ -39,8 +39,8 @@ def product_tiles(
 
   def traffic(tm, tk, tn):
     # The outermost loop is over tiles of outer columns, the next over visits (see `_visits`), and
-    # the innermost over tiles of the inner width. If one tile has the whole inner width, successive
-    # visits with the same rows, or with the same matrix, fetch them once.
+    # the innermost over tiles of the inner width. If one tile has the whole inner width, rows or a
+    # matrix that successive visits share are fetched once.
     visits = _visits(rows, groups, tm)
     matrix_reads = groups if tk >= inner else visits
     column_tiles = -(-outer // tn)
@@ -65,7 +65,7 @@ def outer_tiles(
   out_size: int,
   memory: int = Chip.vector_memory,
 ) -> tuple[Tiles, int]:
-  """Returns the best tile sizes of sums of outer products, and the bytes moved with them.
+  """Returns the best tile sizes of sums of outer products, and the bytes moved.
 
   For each group, the kernel computes [inner, rows of the group] @ [rows of the group, outer]. Here,
   `inner` and `outer` are the sides of the result.

@@ -1,8 +1,8 @@
 """Pallas kernels for NVIDIA GPUs (Triton): products of rows sorted by expert.
 
-A group is the consecutive rows of one expert. Tiles start at the first row of each group, and a
-mask excludes the rows of a group's last tile that belong to the next group. So rows need no padding
-in memory, and less than one tile per group is wasted.
+A group is the consecutive rows of one expert. A group's tiles begin at the group's first row. In
+its last tile, a mask excludes the rows of other groups. So rows need no padding in memory, and less
+than one tile per group is wasted.
 """
 
 import math
@@ -15,9 +15,9 @@ from jax.experimental.pallas import triton
 
 from gspo_jax import sharding
 
-# Maximum sizes of a tile: rows, columns of the result, and the inner width, which is summed over.
+# Maximum sizes of a tile: rows of `product`, other axes of a result, and the axis summed over.
 ROWS, WIDTH, INNER = 128, 128, 64
-LEAST = 16  # Minimum size of a tile in each dimension.
+LEAST = 16  # Minimum size of a tile, except in rows: for few assignments, a tile has 8 rows.
 
 
 def supports(*widths: int) -> bool:
@@ -49,7 +49,7 @@ def product(
     triton.store(y_ref.at[rows, columns], y.astype(y_ref.dtype), mask=mask)
 
   grid = len(expert_t), F // tn
-  # `aot` reads this name. Empty tiles count, so the number is an upper bound.
+  # `aot` reads this name. The number includes empty tiles, so it is an upper bound.
   with jax.named_scope(f"flops={2 * len(expert_t) * tm * D * F}"):
     return _call(kernel, (R, F), dtype, grid)(expert_t, start_t, end_t, x_RD, w_EDF)
 
