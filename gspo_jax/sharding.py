@@ -262,7 +262,7 @@ def gather(x: jax.Array, pspec: P) -> jax.Array:
 
 
 def is_per_replica(x: jax.Array) -> bool:
-  """Whether the gradients of a weight's replicas are not summed yet (`learner.replicas`)."""
+  """Whether a weight has a separate gradient on each replica (`learner.replicas`)."""
   return "data" in jax.typeof(x).sharding.spec.reduced
 
 

@@ -152,8 +152,8 @@ class AdvantageInputs:
 class MetricInputs:
   """Inputs of metrics alone; no loss uses them."""
 
-  # float32: 1 on tokens sampled with the weights before this iteration's updates. If experts are
-  # replayed, a row with an older token is all 0. None if these weights sampled all tokens
+  # float32: 1 on tokens sampled with the weights before this iteration's updates. If the sampler's
+  # experts are replayed, rows with an older token are 0. None if these weights sampled all tokens
   current_BT: Array | None = None
   # int32: age, in iterations, of the oldest weights that sampled tokens of the response; -1 if the
   # response has no version. None if no metric needs the age
@@ -184,7 +184,7 @@ class TrainBatch:
   # bool: whether an advantage in the sequence's group is not 0. The KL penalty applies only to
   # sequences for which this is True. None if the penalty applies to all sequences
   mixed_B: Array | None = None
-  # int8 or int16: experts that the trainer chose with the old policy, -1 for a token without them.
+  # int8 or int16: experts that the trainer chose before the updates, -1 for a token without them.
   # None if not needed
   old_experts_BTlk: Array | None = None
   # bool: whether the mini-batch is the first of its iteration, before any update. None if unknown

@@ -19,7 +19,7 @@ from gspo_jax.sharding import P
 def publisher(shardings: Any, dtypes: Any) -> Callable[[Any], Any]:
   """Returns a jitted function: parameters -> copies in `shardings` and `dtypes`.
 
-  Adapters are merged. If a weight has adapters or is split over "fsdp", its stacked layers are
+  Adapters are merged. If a matrix has adapters or is split over "fsdp", its stacked layers are
   published one by one. For all layers at once, XLA would store their sums in float32, or the
   gathered layers twice.
 
@@ -44,7 +44,7 @@ def publisher(shardings: Any, dtypes: Any) -> Callable[[Any], Any]:
 
 
 def _is_gathered(x: jax.Array) -> bool:
-  """Whether x has the weights of stacked layers, split over "fsdp"."""
+  """Whether x has matrices of stacked layers, split over "fsdp"."""
   return x.ndim > 2 and "fsdp" in sharding.spec_of(x) and sharding.axis_size("fsdp") > 1
 
 

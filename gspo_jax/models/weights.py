@@ -229,7 +229,7 @@ def attention_table(
   """Declares the weights of grouped-query attention.
 
   w: constructor from `weight_factory`.
-  norm: options of `Weight` for the scales of the norms of queries and keys.
+  norm: options of `Weight` for the scales of q/k norms.
   norm_heads: whether one norm is over all heads together, instead of one over each head.
   o_bias: whether the output projection has a bias.
   gate: whether outputs are multiplied by a gate. If so, there is no output bias and no sink.

@@ -2,7 +2,7 @@
 
 Megablox is JAX's Pallas implementation of grouped matrix products for TPU. Its cost estimates are
 too high: they assume that each step of a kernel fetches all its blocks, but Pallas fetches a block
-only if the previous step had a different one. `aot` uses the bytes returned here instead.
+only if the previous step had a different one. Estimates of time (`aot`) use these bytes instead.
 
 Tile sizes are (tm, tk, tn): rows, inner width and outer width of the blocks in a step.
 """
