@@ -45,8 +45,8 @@ class Work:
     The head recomputes its logits. Products of experts with gate and up count as recomputed,
     although `apply_triton` may save them. Attention has two products in the forward pass and five
     in the backward pass, together 3.5 times the forward pass. Linear attention always recomputes
-    its chunks in the backward pass. Every policy but "none" recomputes them twice, since it does
-    not save their states.
+    its chunks in the backward pass. Every policy but "none" recomputes them twice, since their
+    states are not saved.
 
     remat: rematerialisation policy.
     """

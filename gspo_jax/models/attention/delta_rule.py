@@ -231,7 +231,7 @@ def convolve(
     x_BTY: inputs; Y means any number of axes.
     w_YC: weights of C positions.
     segment_BT: segment numbers, as for `chunked`.
-    tail_BCY: the C - 1 inputs before the first position; they belong to its segment.
+    tail_BCY: the C - 1 inputs before the first position, in the first position's segment.
 
   Returns:
     Outputs in float32, and the new tail: the C - 1 last inputs that are not padding. The new tail
