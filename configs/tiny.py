@@ -7,7 +7,7 @@ Paper:     arXiv:2507.18071
 
 configs/tiny.py:gemma trains a small Gemma 3 instead, configs/tiny.py:hybrid a small Qwen3.5. The
 latter takes 18 minutes on two cores. Its accuracy began at 0.36 to 0.44 and ended at 0.89 to 0.98
-with each of 5 seeds (100 to 104), on which no setting was chosen.
+with each of 5 seeds (100 to 104). No setting was tuned on these seeds.
 """
 
 from gspo_jax.configs import common

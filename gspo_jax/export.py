@@ -3,8 +3,8 @@
   python -m gspo_jax.export RUN DIR [--dtype=bfloat16] [--tokenizer=DIR] [--adapters [--base=BASE]]
 
 RUN is a checkpoint or a workdir. If RUN is a workdir, its newest checkpoint of RL is exported, or
-of the cold start if there is none of RL. transformers, vLLM and `--config.weights=DIR` can read
-DIR. Adapters are merged into the weights. With --adapters, only the adapters are written, in PEFT's
+of the cold start if there is none of RL. Adapters are merged into the weights. transformers, vLLM
+and `--config.weights=DIR` can read DIR. With --adapters, DIR has only the adapters, in PEFT's
 format. The command runs on the CPU, and needs memory for one copy of the weights.
 """
 
@@ -49,16 +49,16 @@ def export(
     dtype: dtype of the written weights. Adapters are always float32.
     tokenizer: name of the tokenizer; "" for the tokenizer recorded in the run.
     adapters: whether to write PEFT's two files instead of config and weights.
-    base: name of the adapters' base model. "" means the published model that the run started from;
-      no base is written if there is none, or if a cold start trained it further.
+    base: name of the adapters' base model. "" means the published model that the run started from.
+      If there is no such model, or if a cold start changed its weights, no base is written.
 
   Returns:
     The exported checkpoint.
 
   Raises:
     ValueError: the checkpoint does not exist, is damaged, or has no model configuration; the
-      tokenizer is missing; the directory is not empty; there are no adapters to write; or a value
-      is NaN or exceeds the range of `dtype`.
+      tokenizer is missing; the directory is not empty; there are no adapters to write, or PEFT
+      cannot read them; or a value is NaN or exceeds the range of `dtype`.
   """
   checkpoint = weight_source.find(run, "RUN")
   if checkpoint is None:
@@ -106,7 +106,7 @@ def _base(checkpoint: RunCheckpoint, name: str = "") -> str:
 
 
 def _unpublished_base(checkpoint: RunCheckpoint) -> str:
-  """Returns the checkpoint of the adapters' base model; "" for a published model."""
+  """Returns the checkpoint of the adapters' base model; "" if the base is no checkpoint."""
   if checkpoint.config["job"] == "sft+rl":
     return str(checkpoint.path.parent.parent / "sft")
   return checkpoint.config.get("provenance", {}).get("start", {}).get("checkpoint", "")

@@ -107,7 +107,7 @@ def _check_paths(config: RunConfig) -> None:
 def stop_together(grace_s: float) -> contextlib.AbstractContextManager[None]:
   """Makes all hosts stop at the same `preemption.check` after a signal.
 
-  If there is a single host, a signal outside of a phase ends the process at once.
+  If there is a single process, a signal outside of a phase ends this process at once.
   """
   if jax.process_count() == 1:
     return contextlib.nullcontext()
@@ -115,7 +115,7 @@ def stop_together(grace_s: float) -> contextlib.AbstractContextManager[None]:
 
 
 def plan() -> None:
-  """Checks the inputs as a run does, and prints a summary. A plan writes no files."""
+  """Checks the inputs as a run does, and prints a summary. Writes nothing to the workdir."""
   from gspo_jax.aot import chips, plan  # Only a dry run needs these modules.
 
   config = read_config(_model_of_weights, _check_paths)
@@ -155,7 +155,7 @@ def end_process(message: str) -> NoReturn:
 def collect_garbage_rarely() -> None:
   """Collects cyclic garbage less often.
 
-  Tracing creates millions of lasting objects, and every collection scans them again. If all
+  Tracing creates millions of lasting objects, and every collection scans all of these again. If all
   programs are in the compilation cache, these scans take a tenth of the time of a start.
   """
   gc.freeze()  # Objects of imported modules are never scanned.
@@ -177,7 +177,7 @@ def run_job(run: Run) -> None:
 
 
 def evaluate(run: Run) -> None:
-  """Evaluates the initial weights, unless an earlier start of the same job finished. Collective."""
+  """Evaluates the initial weights. Repeats a finished evaluation only if `resume` is "force"."""
   finished = hosts.run_on_first_host(lambda: bool(run.writer.rows("eval")))
   if finished and run.config.resume == "same":
     if hosts.is_first():
@@ -194,7 +194,7 @@ def evaluate(run: Run) -> None:
 
 
 def result_lines(run: Run) -> Iterator[str]:
-  """Yields the last accuracy and the newest checkpoint as text."""
+  """Yields lines about the last evaluation and the newest checkpoint, if there are any."""
   c, phase = run.config, run.config.job if run.config.job in ("sft", "eval") else "rl"
   rows = run.writer.rows(phase)
   evaluated = [row for row in rows if any(key.startswith("eval/") for key in row)]

@@ -1,8 +1,8 @@
 """Repeats updates with NaN or infinity, and locates the cause.
 
 `python -m gspo_jax.replay RUN/failures/rl_000012` reads the dump of a failed run
-(runs/nonfinite.py). The exit code is 1 if a metric is NaN or infinite again, and 0 if all metrics
-are finite.
+(runs/nonfinite.py). The exit code is 0 if all metrics are finite, 1 if a metric is NaN or infinite
+again, and 2 if the dump cannot be read.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ from gspo_jax.system.arguments import Parser
 def replay(directory: epath.Path) -> bool:
   """Repeats the updates of a dump, and prints non-finite values.
 
-  Returns whether all metrics are finite.
+  Returns whether all metrics are finite. Raises ValueError if the dump cannot be read.
   """
   about, batches = nonfinite.load(directory)
   try:
@@ -80,7 +80,7 @@ def replay(directory: epath.Path) -> bool:
 
 
 def _update(config: RunConfig, phase: str) -> tuple[Learner, Callable]:
-  """Builds learner and update of a phase, with on_nonfinite="skip"."""
+  """Builds learner and update of a phase. Updates after a non-finite one are applied too."""
   learner = dataclasses.replace(learner_of(config, phase), on_nonfinite="skip")
   tx, critic = optimizers(config, phase)
   if phase == "sft":

@@ -39,7 +39,7 @@ from gspo_jax.system.meshes import use_mesh
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-  """Scorers of responses, and signals of `constraints`. Their processes are on the first host."""
+  """Scorers of responses, and signals of `constraints`. They run on the first host."""
 
   # Dict from name of the verifier to scorer. On all hosts but the first, each value is None.
   scorers: Mapping[str, rewards.Scorer | None]
@@ -58,7 +58,7 @@ class Run:
   writer: Writer
   report: RunningReport
   profiler: Profiler
-  publishers: Publishers  # Functions that copy the trainer's parameters to the sampler.
+  publishers: Publishers  # Functions from the trainer's parameters to the sampler's.
   goodput: Goodput = dataclasses.field(default_factory=Goodput)
 
   @property
@@ -133,8 +133,8 @@ class Run:
       name: "sft" or "rl".
       total: number of steps.
       updates: gradient updates per step.
-      keep: number of newest steps whose mini-batches are kept. After NaN or infinity they are
-        written to a dump.
+      keep: number of newest steps whose mini-batches are kept. A dump after NaN or infinity has
+        the mini-batches of the failing step.
     """
     c = self.config
     home = epath.Path(c.checkpoint.directory or self.workdir.absolute())
@@ -174,7 +174,7 @@ def open_run(inputs: Inputs) -> Iterator[Run]:
 def rehearse(inputs: Inputs) -> list[float]:
   """Runs the checks of `open_run` without writing; returns the scores of `try_rewards`.
 
-  Raises ValueError as `open_run` does, but does not compare the configuration of the workdir.
+  Raises ValueError as `open_run` does, but not for a workdir of another configuration.
   """
   config, workdir = inputs.config, inputs.workdir
   if workdir is not None:
@@ -238,7 +238,7 @@ def open_scoring(
   Args:
     sections: one section for each verifier of the run and its benchmarks, by the verifier's name.
     constraints: section with the signals.
-    reward: section `reward` of the configuration. A signal may be a verifier, which reads it.
+    reward: section `reward` of the configuration. Signals read its tags, lengths and verifier keys.
 
   Raises:
     ValueError: a verifier cannot start.

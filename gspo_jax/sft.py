@@ -23,7 +23,7 @@ from gspo_jax.runs.checkpoint import Checkpointer
 from gspo_jax.runs.phase import Phase
 from gspo_jax.structs import ModelInputs, Prompt, TrainBatch, TrainState
 
-# Maximum number of held-out demonstrations. If there are fewer than 256 in all, half are held out.
+# Maximum number of held-out demonstrations. Of fewer than 256 demonstrations, half are held out.
 HELD_OUT = 128
 
 
@@ -34,7 +34,7 @@ def sft(run: Run) -> Any:
 
   Raises:
     Preempted: the run was asked to stop; the resume point is saved.
-    NonFiniteError: metrics have NaN or infinity; state and mini-batches are saved.
+    NonFiniteError: NaN or infinity ends the run (`on_nonfinite`); state and mini-batches are saved.
   """
   c, tok = run.config, run.tokenizer
   tx, _ = optimizers(c, "sft")
@@ -112,7 +112,7 @@ def held_out(run: Run, source: Sequence[Prompt]) -> tuple[frozenset[str], Callab
   """Returns ids of held-out demonstrations, and a function for their loss.
 
   The function maps parameters to the mean of -log π(token) over tokens, in nats. The ids do not
-  depend on the run's seed. If `sft.target_loss` is 0, no demonstrations are held out.
+  depend on the run's seed. If `sft.target_loss` is 0, there are no ids, and the function fails.
   """
   c = run.config
   count, rows = min(HELD_OUT, len(source) // 2), c.sft.batch // c.sft.microbatches
@@ -139,7 +139,7 @@ def _reached_target(run: Run, loss: float | None) -> bool:
 
 
 def train_batch(prompts: Sequence[Prompt], tok: Tokenizer, length: int) -> TrainBatch:
-  """Builds a padded batch of demonstrations, with 0 in the required RL fields."""
+  """Builds a batch of demonstrations, padded to `length` tokens. Its RL fields are 0."""
   tokens_BT, mask_BT = sources.pack_demonstrations(prompts, tok, length)
   prompt_B = [len(prompt.tokens) for prompt in prompts]
   end_B = np.maximum(prompt_B, length - np.argmax(mask_BT[:, ::-1] > 0, axis=1))
@@ -155,7 +155,7 @@ def train_batch(prompts: Sequence[Prompt], tok: Tokenizer, length: int) -> Train
 
 
 def finished(run: Run) -> bool:
-  """Whether the cold start of this workdir has ended; True if RL has checkpoints."""
+  """Whether the cold start of this workdir has ended. If RL has checkpoints, it has."""
   rl_started = _has_checkpoints(run, "rl")
   if not _has_checkpoints(run, "sft"):
     if rl_started and jax.process_index() == 0:

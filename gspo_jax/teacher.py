@@ -29,11 +29,11 @@ class Teacher:
 
 
 def find_teacher(config: RunConfig, recorded: Mapping[str, Any] | None = None) -> Teacher | None:
-  """Finds the teacher; None if distillation or RL is off. Collective: call it on all hosts.
+  """Finds the teacher; None without distillation or RL. Collective: call it on all hosts.
 
   Args:
     config: configuration of the run.
-    recorded: `WeightSource.about` of the teacher at the run's first start; None for a new run.
+    recorded: `WeightSource.about` of the teacher at the run's first start; {} for a new run.
 
   Raises:
     ValueError: the directory or checkpoint does not exist or cannot be read.

@@ -52,7 +52,7 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
 
   Raises:
     Preempted: the run was asked to stop; the resume point is saved.
-    NonFiniteError: metrics have NaN or infinity; state and mini-batches are saved.
+    NonFiniteError: NaN or infinity ends the run (`on_nonfinite`); state and mini-batches are saved.
   """
   c, programs = run.config, programs_of(run)
   phase = run.phase("rl", c.rl.iterations, updates=c.rl.updates, keep=2)
@@ -153,7 +153,7 @@ def start_policy(run: Run, start_params: Callable[[], Any]) -> Any:
 def resume_sampling(
   sampling: Pipeline, saved: Mapping[str, Any] | None
 ) -> tuple[Totals, dict[str, Any] | None]:
-  """Resumes sampling; returns totals and the metrics row not reported yet.
+  """Resumes sampling; returns the run's `Totals`, and the metrics row not reported yet.
 
   At the start of a run, the row has step 0, so that the model is evaluated before any update. The
   row is None if all rows have been reported.
@@ -202,9 +202,9 @@ def update(
 
 
 def with_clip_factor(c: RunConfig, state: TrainState, row: Mapping[str, Any]) -> TrainState:
-  """Adapts the clip ranges to the iteration's metrics.
+  """Adapts the factor of adaptive clip ranges to the iteration's metrics.
 
-  During the critic's warmup the policy is not updated, so the ranges are unchanged.
+  During the critic's warmup the policy is not updated, so the factor is unchanged.
   """
   if row["step"] <= c.critic.warmup:
     return state
@@ -212,7 +212,7 @@ def with_clip_factor(c: RunConfig, state: TrainState, row: Mapping[str, Any]) ->
 
 
 def make_passes(run: Run, learner: Learner, old_policy: Callable) -> list[tuple[Pass, Callable]]:
-  """Builds the passes before an iteration's updates, with their programs."""
+  """Returns the passes before an iteration's updates, with their jitted programs."""
   c = run.config
   make = dict(
     old_policy=lambda: old_policy,
@@ -224,7 +224,7 @@ def make_passes(run: Run, learner: Learner, old_policy: Callable) -> list[tuple[
 
 
 def frozen_params(run: Run, start_params: Callable[[], Any]) -> dict[str, Any]:
-  """Loads the needed parameters of reference policy and teacher, by name."""
+  """Loads the parameters of reference policy and teacher, by name, if passes read them."""
   c = run.config
   load = {
     "reference policy": lambda: as_read(start_policy(run, start_params), c.model, c.compute.dtype),
@@ -275,6 +275,6 @@ def check_best(best: str, row: dict[str, Any], evaluated: bool) -> None:
 
 
 def position(sampling: Pipeline, total: Totals) -> Callable[[], dict[str, Any]]:
-  """Snapshots sampling and totals; returns a function to convert them to JSON."""
+  """Snapshots sampling and totals; returns a function to convert the snapshot to JSON."""
   sampler_position = sampling.position()
   return lambda: sampler_position() | dict(total=total.get_state())

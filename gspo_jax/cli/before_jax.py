@@ -1,8 +1,8 @@
 """Handles the command line before JAX and other slow libraries are imported.
 
-Importing them takes seconds. This module imports only the standard library and small modules of
-this package. So a greeting, and messages about a wrong command line or missing libraries, appear at
-once. --help is slower, since it imports the declarations of keys, which need JAX.
+These imports take seconds. This module imports only the standard library and small modules of this
+package. So a greeting, and messages about a wrong command line or missing libraries, appear at
+once. --help is slower, since the declarations of keys need JAX.
 """
 
 import ast
@@ -21,8 +21,8 @@ from gspo_jax.system.text import did_you_mean, near_path
 
 HELP = {"--help", "-help", "-h", "-?", "--helpshort", "-helpshort"}
 TRAIN = ("absl", "flax", "grain", "ml_collections", "optax", "orbax")
-# A dict from extras of setup.py to some of their packages. If one of these is missing, the extra is
-# not installed.
+# A dict from extras of setup.py to some of their packages. If one of these packages is missing, the
+# extra is not installed.
 LIBRARIES = dict(
   train=TRAIN,
   experiments=(*TRAIN, "pandas", "scipy", "matplotlib"),
@@ -142,7 +142,7 @@ def begin(argv: Sequence[str]) -> None:
 
 
 def begin_command(extra: str) -> None:
-  """Begins a command other than a run, as `begin` begins a run.
+  """Handles signals of a command other than a run, and checks packages.
 
   extra: extra of setup.py with the packages of the command.
   """

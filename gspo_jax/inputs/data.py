@@ -43,7 +43,7 @@ def read_data(config: RunConfig, tok: Tokenizer) -> Data:
   Raises:
     ValueError: a file, row or gold answer is invalid; the message names it.
   """
-  # If there is an environment, `reward.name` scores nothing.
+  # If there is an environment, it gives the rewards instead of `reward.name`.
   verifier = "" if config.environment.name else config.reward.name
   check_answer = rewards.answer_check(verifier if config.has_iterations else "")
   recordings = _read_recordings(config, tok) if config.job == "offline" else None
@@ -102,8 +102,8 @@ def _read_demonstrations(
 ) -> Sequence[Prompt]:
   """Selects demonstrations within `sft.max_tokens`.
 
-  Raises DataError if none fits, if one does not fit and `on_error` is "raise", or if fewer than two
-  fit and `sft.target_loss` is set.
+  Empty demonstrations are excluded, too. Raises DataError as `sources.fitting` does, and if fewer
+  than two fit and `sft.target_loss` is set.
   """
   fitting = sources.fitting(prompts, tok, sft.max_tokens, on_error)
   if sft.target_loss and len(fitting) < 2:
@@ -166,7 +166,7 @@ def reward_sections(config: RunConfig) -> dict[str, RewardConfig]:
   """Returns section `reward` for each verifier of the run and its benchmarks.
 
   Raises:
-    ValueError: there is no module of a verifier, or the verifier lacks `reward.per_line`.
+    ValueError: a verifier's module is missing, or the verifier does not support `reward.per_line`.
   """
   sections = {config.reward.name: config.reward}
   for _, b, _ in config.benchmarks():

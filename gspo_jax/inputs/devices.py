@@ -44,8 +44,8 @@ def make_meshes(config: RunConfig, devices: list[Any] | None = None) -> Meshes:
     devices: devices of the meshes; None for all devices of the run.
 
   Raises:
-    ValueError: there are too few devices, a weight does not divide over a mesh axis, or the model
-      or the devices do not support `compute.attention`.
+    ValueError: the mesh does not fit the devices, a weight does not divide over a mesh axis, or the
+      model or the devices do not support `compute.attention`.
   """
   trainer, sampler = sharding.make_meshes(config.mesh, config.rollout_mesh, devices)
   rollout = sharding.rollout_rules(config.mesh, sampler, config.model.num_experts)
@@ -84,7 +84,7 @@ def check_devices(config: RunConfig, batch_shards: int) -> None:
 def check_engine(
   config: RunConfig, tok: Tokenizer, mesh: jax.sharding.Mesh, evaluations: Sequence[HeldOut]
 ) -> None:
-  """Raises ValueError if the local engine cannot run a workload of the job."""
+  """Raises ValueError if the local engine cannot run a `Workload` of the job."""
   if config.engine.name == "local":
     for load in _workloads(config, tok, evaluations):
       requests.sizes(load, config.engine, sharding.batch_shards(mesh))
@@ -114,8 +114,8 @@ def check_memory(
   count, _ = transformer.count(config.model)
   adapters = config.job in ("rl", "offline") and config.lora.rank
   trained = config.job != "eval" and not adapters
-  # A trained parameter with its gradient and two moments takes 16 bytes in float32. If there are
-  # adapters or no training, a parameter takes 4 bytes, since all weights are loaded in float32.
+  # A trained parameter with its gradient and two moments takes 16 bytes in float32. A frozen
+  # parameter of the policy takes 4 bytes (evaluation, adapters): weights are loaded in float32.
   needed = count * (16 if trained else 4)
   if config.has_iterations and config.critic.name == "model":
     needed += 16 * count

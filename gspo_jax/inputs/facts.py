@@ -57,7 +57,7 @@ def _fitting_share(
   """Returns the share of gold answers within `limit` tokens.
 
   The share is 1 if there are no gold answers. It is also 1 if right responses need not contain the
-  gold answer, as for tests of programs and for a user's functions.
+  gold answer: for tests of programs, and for a user's functions.
   """
   if verifier not in ("arithmetic", "recurrence", "math", "string") or not golds:
     return 1.0

@@ -75,7 +75,7 @@ def read_inputs(
 
   Raises:
     ValueError: an input is missing or invalid, inputs contradict each other, or the workdir belongs
-      to another configuration. The message says what to change.
+      to another configuration (unless `resume` is "force"). The message names the remedy.
   """
   check_paths(config, workdir)
   if config.distributed and devices is None:
@@ -127,7 +127,7 @@ def read_parts(
   recorded: Mapping[str, Any],
   devices: list[Any] | None = None,
 ) -> Inputs:
-  """Reads and checks a run's inputs. `read_inputs` also compares them with an earlier start.
+  """Reads and checks a run's inputs. Does not compare them with an earlier start.
 
   Args:
     config: configuration of the run.
@@ -205,8 +205,8 @@ def read_tokenizer(
 ) -> Tokenizer:
   """Reads the tokenizer.
 
-  Raises ValueError if decoded text can never contain a stop string or tag, or if delimiters of
-  steps are neither set nor found in the chat template.
+  Raises ValueError if decoded text can never contain a stop string or a tag of `reward.format`, or
+  if delimiters of steps are needed, and neither set nor found in the chat template.
   """
   name = weight_source.resolve_tokenizer(config.tokenizer, source, recorded)
   tok = tokenizer.load_for(name, config.model.vocab_size, config.data, date)

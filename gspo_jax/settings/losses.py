@@ -74,11 +74,11 @@ MEANINGS = dict(
   beta="β, reward that balances a log-ratio of 1. The ratio is to the reference policy in spo, and "
   "to the old policy in opmd.",
   soft_value="soft value Q̂_0 of every prompt, for spo; unset: estimated from each group",
-  clip_length="length in tokens of a response whose clip range is exactly clip_low and clip_high",
-  clip_exponent="exponent γ of the factor (clip_length / length)^γ on a response's clip range; 0: "
-  "no factor",
-  length_exponent="exponent α. The sum of a response's log-ratios is divided by length^α. With 1, "
-  "this is their mean, as in the GSPO paper.",
+  clip_length="length in tokens at which the clip range is exactly clip_low and clip_high",
+  clip_exponent="exponent γ of the factor (clip_length / length)^γ on the clip range of a response "
+  "(of a segment, for the loss segment); 0: no factor",
+  length_exponent="exponent α. The sum of the log-ratios of a response or segment is divided by "
+  "length^α. With 1, this is their mean, as in the GSPO paper.",
   segment_unit="part of a response with its own ratio, for the loss segment",
   segment_tokens="number of tokens of a segment, if segment_unit=tokens",
   segment_delimiters="texts that end a step, if segment_unit=step; unset: tags of the chat "

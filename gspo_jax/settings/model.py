@@ -105,8 +105,8 @@ class ModelConfig:
   )
   rope_theta: Theta = required("base of the rotary positions' wavelengths")
   rms_norm_eps: ranges.Fraction = required("ε of RMSNorm, added to the mean square")
-  qk_norm: bool = required("True: RMSNorm of each head's query and key (Qwen3)")
-  attention_bias: bool = key(False, "True: biases of the q, k and v projections (Qwen2)")
+  qk_norm: bool = required("True: RMSNorm of q and k, over each head (Qwen3) or all heads (OLMo)")
+  attention_bias: bool = key(False, "True: biases of projections q, k, v (Qwen2), and o (GPT-OSS)")
   tie_word_embeddings: bool = key(False, "True: the embedding is also the output head")
   max_position_embeddings: Annotated[int, Range(1, INT32)] = required(
     "largest number of tokens of a prompt and its response together"
@@ -279,10 +279,10 @@ class ComputeConfig:
   remat: Literal["none", "full", "attention", "dots", "both", "auto"] = key(
     "none",
     "activations of a layer that are kept for the backward pass, which recomputes the rest "
-    "(models/remat.py). none: keep all, and recompute nothing | full: keep none | attention: keep "
-    "outputs of attention | dots: keep products with weights outside the experts | both: keep "
-    "those of attention and of dots | auto: the first of both, attention and full that fits into "
-    "the devices' memory",
+    "(models/remat.py). none: keep all | full: keep none | attention: keep outputs of attention | "
+    "dots: keep products with weights outside the experts, and on GPU also experts' products with "
+    "gate and up | both: keep those of attention and of dots | auto: the first of `both` and "
+    "`attention` that fits into the devices' memory, else `full`",
   )
   logits_chunk: NonNegativeInt = key(
     0, "number of positions whose logits are in memory at once; 0: all"

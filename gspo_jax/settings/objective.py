@@ -74,8 +74,8 @@ class CorrectionConfig:
 @dataclasses.dataclass(frozen=True)
 @with_options  # clip_low, clip_high, kl_coef, ...
 class ObjectiveConfig:
-  """The loss and its options. An unset option has its published value. If there is none, the option
-  has no effect, unless its line below names one. A configuration file may have other values for
+  """The loss and its options. An unset option has its published value. Without a published value it
+  has no effect, unless its line below describes one. A configuration file may have other values for
   unset options in `objective.tuned`, a dict {loss: {option: value}}. docs/objectives.md"""
 
   name: Annotated[str, LOSS_NAMES] = key("gspo", "the loss")
@@ -225,7 +225,7 @@ class ObjectiveConfig:
 
   @property
   def clip_range(self) -> float:
-    """The smaller nonzero value of clip_low and clip_high; 0 if neither exists."""
+    """The smaller nonzero value of clip_low and clip_high, else 0."""
     options = options_of(self.name) | self.options()
     sides = [options.get(key) for key in ("clip_low", "clip_high")]
     return min((side for side in sides if side), default=0.0)
@@ -233,7 +233,7 @@ class ObjectiveConfig:
   def hyperparameters(self) -> dict[str, Any]:
     """Returns numeric arguments of compiled programs.
 
-    So configurations with equal `static` share a compiled program.
+    So configurations with equal `static` share compiled programs.
     """
     c, names = self.correction, DYNAMIC if self.name in LOSSES else SHARED_DYNAMIC
     values = {k: v for k, v in self.options().items() if v and k in names}
@@ -290,8 +290,7 @@ def fill_unset(section: Mapping[str, Any]) -> dict[str, Any]:
   """Fills unset keys of the section `objective`, and removes `tuned`.
 
   `tuned` is a dict {loss: {option: value}}. An unset option takes the value of `tuned` for the
-  configured loss. If there is none, it takes its published default. So a loss set by a flag has
-  suitable clip ranges.
+  configured loss, or else its published default. So a loss set by a flag has suitable clip ranges.
   """
   section = dict(section)
   tuned, name, correction = section.pop("tuned", {}), section.get("name"), section.get("correction")

@@ -53,8 +53,8 @@ class RewardConfig:
   )
   time_limit_s: TimeLimit = key(
     1.0,
-    "time limit of one answer in seconds, without waiting in the queue. If reward.name=code, it "
-    "limits the CPU time of each test instead.",
+    "time limit of one answer in seconds, without waiting in the queue. If reward.name=code: limit "
+    "of a test's CPU time, rounded up to whole seconds.",
   )
   memory_mb: Annotated[int, Range(64, 1_048_576)] = key(
     1024, "largest address space of a program under test, in MiB (reward.name=code)"
@@ -305,8 +305,8 @@ def _active(signal: RewardSignal | CostSignal) -> bool:
 def verifier_config(reward: RewardConfig, name: str) -> RewardConfig:
   """Returns the section `reward` for a signal's verifier.
 
-  The result has no noise, and no rewards for format, length or lines. It has the key `partial` only
-  if `name` is the run's own verifier.
+  The result has no noise, and no rewards for format, length or lines. Its `partial` is 0, unless
+  `name` is `reward.name`.
   """
   plain = dict(format_weight=0.0, overlong_weight=0.0, false_positive=0.0, false_negative=0.0)
   partial = reward.partial if name == reward.name else 0.0

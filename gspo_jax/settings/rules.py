@@ -444,7 +444,7 @@ WARNINGS_RL: tuple[Rule | EntryRule, ...] = (  # For jobs with RL or recorded re
     > c.rl.iterations > c.checkpoint.every, "CHANGELOG: the best is removed"),
   Rule("{objective.clip_low}, {objective.clip_high}: this range is unusual for the ratios of "
     "{objective.name}; ratios of responses stay close to 1 (3e-4 and 4e-4 in the GSPO paper), "
-    "ratios of tokens leave it at once (0.2 is common)", _mixes_up_clip_ranges, "TRL issue 3834"),
+    "ratios of tokens do not (0.2 is common)", _mixes_up_clip_ranges, "TRL issue 3834"),
   Rule("{objective.reward_kl_coef} with advantages standardised by group: in a group of equal "
     "rewards, small differences of the KL are scaled up to weigh as much as right and wrong "
     "elsewhere; set objective.advantage to batch or none", lambda c: c.objective.reward_kl_coef > 0

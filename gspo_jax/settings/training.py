@@ -311,12 +311,12 @@ class AlarmConfig:
     "than clipping can limit.",
   )
   mismatch: NonNegativeFloat = key(
-    1.0, "largest mismatch of sampler and trainer, as a multiple of the clip range"
+    1.0, "largest mean log-prob mismatch of sampler and trainer, as a multiple of the clip range"
   )
   reward: NonNegativeFloat = key(
     0.2,
-    "largest fall of the reward's running mean, over ten iterations, below the maximum of this "
-    "running mean. The unit is the range of all rewards so far.",
+    "largest fall of the reward, as a mean over ten iterations, below the maximum of such means. "
+    "The unit is the range of all rewards so far.",
   )
   unknown: Fraction = key(
     0.01, "largest share of responses without a verdict. Updates mask these responses."
