@@ -14,7 +14,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
   config = tiny.get_config()
   config.update(
     objective=dict(name="ppo_clip", tuned=dict(ppo_clip=dict(aggregate="token"))),
-    # The critic starts from the policy after the cold start, which already adds some numbers.
+    # The critic starts from the policy after the cold start. This policy adds some numbers right.
     critic=dict(name="model", warmup_iterations=2),
     critic_optimizer=dict(learning_rate=1e-3, schedule="linear"),
   )

@@ -178,8 +178,8 @@ def _end(run: Run, checkpoints: Checkpointer) -> int | None:
 
 def _has_checkpoints(run: Run, phase: str) -> bool:
   directory = run.config.checkpoint.phase_directory(run.workdir, phase)
-  # All hosts use the first host's result, since this host may create the directory before other
-  # hosts check.
+  # All hosts use the first host's result, since the first host may create the directory before the
+  # other hosts check.
   if not multihost_utils.broadcast_one_to_all(np.int32(directory.exists())):
     return False
   with contextlib.closing(Checkpointer(run.workdir, phase, run.config.checkpoint)) as checkpoints:

@@ -185,7 +185,7 @@ def fill(section: Any, path: str, message: str, /, **others: tuple[str, Any]) ->
 
 
 def _listed(value: Any) -> str:
-  """Returns a value as text; of a mapping, its entries with percentages."""
+  """Returns a value as text. Floats in a mapping become percentages."""
   if not isinstance(value, Mapping):
     return str(value)
   shares = {key: f"{x:.0%}" if isinstance(x, float) else x for key, x in value.items()}

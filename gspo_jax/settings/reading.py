@@ -85,7 +85,7 @@ def unknown_key_message(path: str, key: str, keys: Iterable[str]) -> str:
 def suggest(path: str, key: str, keys: Iterable[str]) -> list[str]:
   """Suggests keys for an unknown key; [] if none is similar.
 
-  If TRL or verl has a key of this name, the corresponding key of this package is suggested.
+  If TRL or verl has a key of this name, the corresponding keys of this package are suggested.
   Otherwise the key or section of `path` with the most similar name is suggested. If there is none,
   all keys of this name in other sections are suggested.
 

@@ -144,7 +144,7 @@ class RunConfig:
   def advantage_sources(self) -> dict[str, str]:
     """Sources of advantages beside a group's rewards.
 
-    The values of the dict are `KEY=VALUE`, for messages.
+    The dict's keys are names in `Estimator.needs`. Its values are `KEY=VALUE`, for messages.
     """
     sources, rl = {}, self.has_iterations
     if rl and self.distillation.enabled:
@@ -163,12 +163,12 @@ class RunConfig:
 
   @property
   def estimator(self) -> O.Estimator:
-    """Estimator of advantages.
+    """Estimator of advantages: the first of these candidates to exist.
 
-    If `objective.advantage` names an estimator that needs more than a group's rewards, it is this
-    estimator. Otherwise it is the first of ESTIMATORS whose needs are met by `advantage_sources`,
-    and whose kinds include `objective.advantage_kind`. If there is no such estimator, it is the
-    estimator `objective.advantage_kind`, which needs a group's rewards alone.
+    1. The estimator `objective.advantage`, if it needs more than a group's rewards.
+    2. The first of ESTIMATORS whose `needs` are met by `advantage_sources`, and whose `kinds` allow
+       `objective.advantage_kind`.
+    3. The estimator `objective.advantage_kind`, which needs a group's rewards alone.
     """
     name = self.objective.advantage
     named = find_estimator(name) if name else None

@@ -169,12 +169,12 @@ class RLConfig:
 
   @property
   def rows(self) -> int:
-    """Responses of a rollout batch."""
+    """Number of responses per rollout batch."""
     return self.prompts * self.group_size
 
   @property
   def updates(self) -> int:
-    """Gradient updates per iteration."""
+    """Number of updates per iteration."""
     return self.minibatches * self.epochs
 
   @property
