@@ -24,7 +24,7 @@ from gspo_jax.tasks import environments
 class Data:
   """Tokenized prompts of a run."""
 
-  train_prompts: Sequence[Prompt]  # [] for a job without training.
+  train_prompts: Sequence[Prompt]  # Prompts of data.train, else of `recordings`; [] for job=eval.
   demonstrations: Sequence[Prompt]  # For the cold start; [] if there is none.
   recordings: recorded.Recordings | None  # Responses for job=offline; None for other jobs.
   held_out: Sequence[HeldOut]  # Benchmarks with their problems.

@@ -202,7 +202,7 @@ class ModelConfig:
   def scans(self, depths: Sequence[int] | None = None) -> list[Scan]:
     """Splits the layers into scans.
 
-    A scan covers as many layers as possible whose kinds repeat at each step.
+    Each scan covers as many layers as possible. The kinds of its layers repeat at each step.
 
     depths: number of layers of each block of the parameters. If each block has one layer, each
       layer is a scan. None means one block for each stack, as in `transformer.table`.

@@ -166,8 +166,8 @@ class RunConfig:
     """Estimator of advantages: the first of these candidates to exist.
 
     1. The estimator `objective.advantage`, if it needs more than a group's rewards.
-    2. The first of ESTIMATORS whose `needs` are met by `advantage_sources`, and whose `kinds` allow
-       `objective.advantage_kind`.
+    2. The first of ESTIMATORS with nonempty `needs` among `advantage_sources`, and with `kinds`
+       that allow `objective.advantage_kind`.
     3. The estimator `objective.advantage_kind`, which needs a group's rewards alone.
     """
     name = self.objective.advantage
