@@ -280,8 +280,8 @@ class ComputeConfig:
     "none",
     "activations of a layer that are kept for the backward pass, which recomputes the rest "
     "(models/remat.py). none: keep all | full: keep none | attention: keep outputs of attention | "
-    "dots: keep products with weights outside the experts, and on GPU also experts' products with "
-    "gate and up | both: keep those of attention and of dots | auto: the first of `both` and "
+    "dots: keep products with weights outside the experts, and with experts=triton also products "
+    "with gate and up | both: keep those of attention and of dots | auto: the first of `both` and "
     "`attention` that fits into the devices' memory, else `full`",
   )
   logits_chunk: NonNegativeInt = key(
