@@ -70,9 +70,9 @@ class Advantages(NamedTuple):
 def compute(scored: ScoredGroups) -> Advantages:
   """Computes advantages by the configured estimator.
 
-  If `extra_rounds` is set, groups for which `costs.teaches` is False have advantages of 0. If
-  `rl.mask_truncated` is set, truncated responses have advantages of 0. Advantages of single tokens
-  in truncated responses are unchanged, since the loss masks these tokens.
+  If `data.query_set.extra_rounds` is set, groups for which `costs.teaches` is False have advantages
+  of 0. If `rl.mask_truncated` is set, truncated responses have advantages of 0. In these responses,
+  advantages of single tokens are unchanged, since the loss masks the tokens.
   """
   c, rollout = scored.config, scored.rollout
   part = PARTS.get(c.estimator_of_rewards.name, group_advantages)

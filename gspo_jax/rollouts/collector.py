@@ -135,10 +135,10 @@ class Collector:
 
     The batch has P = `rl.prompts` groups, of which N are sampled. A group is mixed if the scores of
     its responses differ. While fewer than N sampled groups are mixed, dynamic sampling adds rounds,
-    up to `extra_rounds`. The batch takes mixed groups first, and then the earliest groups that are
-    not mixed. If `extra_rounds` is set, advantages of groups that are not mixed are 0, since their
-    rewards differ by reward shaping alone. `costs.teaches` names an exception. If `rl.token_budget`
-    is set, the batch may have fewer than P groups.
+    up to R = `data.query_set.extra_rounds`. The batch takes mixed groups first, and then the
+    earliest groups that are not mixed. If R > 0, advantages of groups that are not mixed are 0,
+    since their rewards differ by reward shaping alone. `costs.teaches` names an exception. If
+    `rl.token_budget` is set, the batch may have fewer than P groups.
 
     Args:
       step: number of the iteration.
@@ -178,7 +178,7 @@ class Collector:
     return Collected(groups, rollout, step, version, advantage_PG, advantage_BL, usage, row)
 
   def _restart_stale(self) -> dict[str, float]:
-    """Restarts responses with tokens more than `rl.max_age` versions old; returns their number."""
+    """Restarts responses with tokens more than `rl.max_age` versions old; returns a metric."""
     if not self._config.rl.max_age:
       return {}
     oldest_allowed, number = self._version - self._config.rl.max_age, 0
@@ -299,7 +299,7 @@ class Collector:
     return done
 
   def _new_groups(self, count: int, step: int, round_index: int, draw: int) -> list[Group]:
-    """Draws the next prompts accepted by the filter, as groups of empty responses."""
+    """Draws prompts, if possible accepted by the filter, as groups of empty responses."""
     c, max_size = self._config, self._config.rl.group_size
     # A later draw of the iteration may repeat a prompt, so each draw has a different seed.
     seed = c.seed_of("rl", "sample", step, *((round_index, draw) if round_index or draw else ()))

@@ -22,11 +22,11 @@ def charge(
 ) -> np.ndarray:
   """Subtracts costs from rewards of finished conversations, at each turn's last token.
 
-  Call `charge` once per conversation, since it changes the trajectory's rewards. It also adds the
-  figures `reward` (before costs) and `cost`. If no costs are configured, nothing is changed. If
-  `environment.charge=right`, only right conversations have costs. If calls have a cost
-  (`environment.call_cost`), the environment must report as many tool calls as the driver counted.
-  Otherwise the conversation fails, even if it has no costs.
+  Call `charge` once per conversation, since it changes the trajectory's rewards. It also adds two
+  metrics (`Trajectory.figures`): `reward`, before costs, and `cost`. If no costs are configured,
+  nothing is changed. If `environment.charge=right`, only right conversations have costs. If calls
+  have a cost (`environment.call_cost`), the environment must report as many tool calls as the
+  driver counted. Otherwise the conversation fails, even if it has no costs.
 
   Args:
     right_from: smallest reward of a right conversation. None means that a conversation is right if
@@ -60,7 +60,7 @@ def charge(
 
 
 def teaches(group: Group, config: EnvironmentConfig) -> bool:
-  """Whether dynamic sampling (`extra_rounds`) keeps the advantages of a group.
+  """Whether dynamic sampling (`data.query_set.extra_rounds`) keeps the advantages of a group.
 
   The advantages are kept if the scores of the responses differ (`Group.mixed`). If there are costs,
   the advantages are also kept if all responses with a verdict are right, because advantages then

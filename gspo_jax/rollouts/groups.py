@@ -2,8 +2,8 @@
 
 The verdict on a response is its score, and whether it is right. A response without a verdict is
 unknown: sampling, the verifier, a signal or the environment failed, or the response is blank and
-only pads its group. `Group.unknown` has the reason. Unknown responses are excluded from statistics,
-and have no advantage from rewards.
+only pads its group. `Group.unknown` has the reason. Unknown responses are excluded from statistics
+of rewards, and have no advantage from rewards.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ class Group:
   unknown: Mapping[int, str] = dataclasses.field(default_factory=dict)
   # Further rewards and costs by name, float32 [G] each (rewards/signals.py).
   signals: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-  # float32: the verifier's score before reward shaping. None if equal to `correct_G`.
+  # float32: scores before reward shaping. None if they equal `correct_G`.
   value_G: np.ndarray | None = None
   # Returns of each response's turns or lines, float64 [U], before reward shaping. None if
   # advantages compare whole responses. Checkpoints do not have this field.
@@ -55,12 +55,12 @@ class Group:
 
   @property
   def unfinished(self) -> int:
-    """Counts unfinished responses."""
+    """Number of unfinished responses."""
     return sum(not trajectory.finished for trajectory in self.trajectories)
 
   @property
   def known_G(self) -> np.ndarray:
-    """Mask of responses with a verdict, bool. Statistics include only these responses."""
+    """Mask of responses with a verdict, bool. Only these responses are in statistics of rewards."""
     return np.array([g not in self.unknown for g in range(len(self.trajectories))], bool)
 
   @property
@@ -147,7 +147,7 @@ class Group:
 def filled(group: Group, size: int, prompt: Sequence[int] = (), reason: str = NOT_SAMPLED) -> Group:
   """Pads a scored group to `size` responses with blank responses.
 
-  A blank response has no tokens and no verdict.
+  A blank response has no sampled tokens and no verdict.
 
   Args:
     prompt: prompt tokens of blank responses. If empty, the rows of blank responses are padding.

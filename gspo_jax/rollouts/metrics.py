@@ -107,8 +107,7 @@ def recorded_metrics(groups: Sequence[Group]) -> dict[str, float]:
 def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
   """Computes metrics of conversations.
 
-  The metrics returned by environments (`figures`) are averaged over conversations without a failure
-  of the environment.
+  The metrics returned by environments (`figures`) are averaged over conversations without failure.
   """
   trajectories = trajectories_of(groups)
   figures = means([x.figures for x in trajectories if not x.failure])
@@ -135,7 +134,7 @@ def partial_metrics(
   tokens in all groups carried over.
 
   Args:
-    sampled: groups available to this iteration, all finished.
+    sampled: groups scored in this iteration, all finished.
     chosen: the groups of `sampled` that are trained on.
     in_flight: groups carried over to the next iteration, finished or not.
     surplus: Python ids of groups finished in earlier iterations.

@@ -15,9 +15,9 @@ compared responses. λ is the output of a PI (proportional-integral) controller:
 The violation v is in units of σ(C), the standard deviation within groups, because Z divides by a
 standard deviation. I is the integral term. `rate`, `gain`, `limit` and `most` are keys of the cost.
 
-The advantages are those of arXiv:2602.05863. In that paper, too, a multiplier rises while the cost
-is above its limit. The unit of v, the bounds of v, and the term with `gain` (arXiv:2007.03964) are
-additions to the paper.
+Without further rewards, the advantages are those of arXiv:2602.05863. In that paper, too, a
+multiplier rises while the cost is above its limit. The unit of v, the bounds of v, and the term
+with `gain` (arXiv:2007.03964) are additions to the paper.
 """
 
 import dataclasses

@@ -73,7 +73,7 @@ class Pipeline:
 
   Args:
     stages: timer of the main thread's stages; `stages(name)` is a context manager.
-    last: last finished iteration.
+    last: number of the last finished iteration; 0 at the start of a run.
     batches: directory in which batches are recorded.
     mesh: mesh of the engine. None if the engine has the trainer's mesh.
     publish: copies the trainer's parameters to `mesh`; unused if `mesh` is None. Later updates must
@@ -98,7 +98,7 @@ class Pipeline:
     # The worker thread sends requests to servers, but the main thread loads weights, since loading
     # also compares log-probs of servers and trainer on the trainer's devices.
     self._loads_during_steps = rl.lag > 0 and engine.loads_beside_steps
-    # Batches that were started and not yet returned by `next`, by iteration.
+    # Batches that were started and not yet returned by `next`, in order of iteration.
     self._jobs: collections.deque[concurrent.futures.Future] = collections.deque()
     self._position = collector.position()  # State after the last batch that `next` returned.
     # Newest weights and their version. The weights are None if `publish` has already loaded them.

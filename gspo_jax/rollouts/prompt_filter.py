@@ -1,9 +1,9 @@
 """Excludes prompts that teach nothing: their responses are always right, or always wrong.
 
-Right responses are those of `Group.correct_G`, which follows from the verifier's scores. Shaped
-rewards are not used, since a bonus for short answers, for example, makes them differ even if all
-responses are right. A group is *all-right* if each response is right. It is *all-wrong* if no
-response is right and all scores are equal (`Group.mixed` is False).
+Right responses are those of `Group.correct_G`. Shaped rewards are not used, since rewards of right
+responses may differ, for example by a bonus for short answers. A group is *all-right* if each
+response is right. It is *all-wrong* if no response is right and all scores are equal (`Group.mixed`
+is False).
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class PromptFilter:
 
   A prompt is dropped after `drop_after` consecutive all-right groups, or after `drop_after`
   consecutive all-wrong groups. It is readmitted `readmit_after` iterations later, with counts of 0.
-  If `readmit_after` is 0, it stays dropped; `update` has an exception. The state is in the
+  If `readmit_after` is 0, it stays dropped; `update` names an exception. The state is in the
   checkpoint, so a resumed run drops the same prompts as an uninterrupted run.
 
   Args:

@@ -9,8 +9,8 @@ from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.rollouts.collector import Collected
 from gspo_jax.sampling.transcript import transcripts
 
-# After this number of tokens in an iteration, records have neither the ids of a response's tokens
-# nor values of single tokens.
+# Maximum number of response tokens listed in the records of an iteration. Further records have no
+# tokens, token ids or values of tokens.
 TOKENS = 200_000
 
 
@@ -104,7 +104,7 @@ def _segment_columns(
 ) -> dict[str, list]:
   """Returns each token's segment number, and two columns with a value for each segment.
 
-  These columns are the importance ratio, and the sum of |gradient| over the segment's tokens.
+  The values are the geometric mean of the tokens' ratios, and the sum of the tokens' |gradient|.
   """
   size_U = np.maximum(np.bincount(segment_X), 1)
   mean_U = np.bincount(segment_X, log_ratio_X) / size_U

@@ -106,7 +106,7 @@ def begin(
 
 
 def resume(trajectory: Trajectory, make: Make, prompt: Prompt) -> str:
-  """Creates an environment for a restored trajectory, and repeats its past turns.
+  """Creates `trajectory.environment` after a restore, and repeats the past turns.
 
   Returns:
     A description of the failure; "" if there is none.

@@ -93,7 +93,8 @@ class Driver:
     driver.
 
     Raises:
-      Preempted: the run was asked to stop (system/preemption.py).
+      Preempted, ServersGone: as `Engine.step`.
+      ValueError: the workload needs supports (`Workload.support`), and the engine records none.
     """
     yield from self._pop_failed()
     try:
@@ -140,8 +141,7 @@ class Driver:
     If the turn is finished, starts the environment's step.
 
     Raises:
-      ValueError: the workload needs each token's support, the tokens inside top-k, top-p and min-p,
-      and the engine records none.
+      ValueError: the workload needs supports (`Workload.support`), and the engine records none.
     """
     if self._workload.support and response.support is None and len(response.tokens):
       raise ValueError(
@@ -235,7 +235,7 @@ def new_groups(
     prompts: prompts, one for each group.
     size: number of trajectories in a group. A sequence has a separate number for each prompt.
     seed: seed of the PRNG keys.
-    longest: maximum number of tokens of a prompt.
+    longest: maximum number of tokens of an environment's prompt.
     make: constructor of a trajectory's environment. None means single turns.
     render: function from messages to token ids. None if no environment has messages.
     tags: labels of the groups, for the caller and for error messages. None means the prompts' ids.

@@ -50,7 +50,7 @@ class Engine(Protocol):
     ...
 
   def step(self) -> list[Response]:
-    """Samples for a short time; returns responses finished since the last call.
+    """Samples for a short time; returns newly finished responses.
 
     Raises:
       Preempted: the run was asked to stop (system/preemption.py).

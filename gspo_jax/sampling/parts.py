@@ -1,7 +1,7 @@
 """Segments of trajectories, on the host: turns, steps, lines, or blocks of equal size.
 
-Each segment can have its own importance ratio and reward. Suffixes of arrays: X, sampled tokens; U,
-lines of a response; V, token ids.
+Each segment can have its own importance ratio. Only turns and lines can have rewards. Suffixes of
+arrays: X, sampled tokens; U, lines of a response; V, token ids.
 """
 
 from collections.abc import Sequence

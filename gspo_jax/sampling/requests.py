@@ -21,7 +21,7 @@ class Workload:
   sampling: SamplingConfig  # Its `max_new_tokens` bounds all tokens after the prompt.
   prompt_length: int  # Maximum number of tokens of a prompt.
   trajectories: int  # Maximum number of trajectories in flight.
-  group_size: int = 1  # Number of trajectories with the same prompt.
+  group_size: int = 1  # Maximum number of trajectories in a group.
   stop_ids: tuple[int, ...] = ()  # Token ids that end a turn. The stop token belongs to the turn.
   stop_strings: tuple[str, ...] = ()  # A turn ends at the token that completes one of them.
   several_turns: bool = False  # Whether observations and more turns may follow a turn.

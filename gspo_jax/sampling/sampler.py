@@ -67,8 +67,8 @@ def truncate(logits_BV: jax.Array, config: SamplingConfig) -> jax.Array:
 def support(tempered_BV: jax.Array, config: SamplingConfig) -> jax.Array:
   """Returns the token ids inside top-k, top-p and min-p, int32 [B, k].
 
-  The ids are in order of falling probability, padded with NO_TOKEN. If several tokens tie at rank
-  k, `truncate` keeps all of them, but this function returns at most k ids.
+  k is `config.top_k`, at most V. The ids are in order of falling probability, padded with NO_TOKEN.
+  If several tokens tie at rank k, `truncate` keeps all of them, but `support` returns at most k.
   """
   logits_Bk, token_Bk = jax.lax.top_k(tempered_BV, min(config.top_k, tempered_BV.shape[-1]))
   logits_Bk = truncate(logits_Bk, dataclasses.replace(config, top_k=0))

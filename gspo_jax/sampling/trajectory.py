@@ -20,7 +20,7 @@ from gspo_jax.sampling.requests import Response
 from gspo_jax.structs import Rollout
 
 Message = Mapping[str, str]  # Keys `role` and `content`.
-MOST_FIGURES = 200  # Maximum number of metrics of environments in a result of `means`.
+MOST_FIGURES = 200  # Maximum number of environments' metrics in a result of `means`.
 
 
 class Environment(Protocol):

@@ -1,13 +1,13 @@
 """Refill of slots and allocation of cache pages on each device, before every decode step.
 
-The queue has prefilled *prefixes*: prompts, or conversations so far (slots.py). A free slot starts
+The queue has prefilled *prefixes*: prompts, or trajectories so far (slots.py). A free slot starts
 the next response to one of them. If the cache is paged, a slot takes another page when its response
 needs one. If no page is free, a prefix or a response has to give its pages back, and is
 *displaced*. Prefixes in the queue are displaced first, the newest before older prefixes. If the
-queue is empty, the response with the fewest tokens after its prompt is displaced. With a prefix,
-its responses that have not started are displaced. The host submits unfinished responses again that
-are neither in a slot nor in the queue (scheduler.py). At least one response always proceeds, since
-the pages of a device are enough for a response of the maximum length (`requests.sizes`).
+queue is empty, the response with the fewest tokens after its prompt is displaced. A displaced
+prefix also displaces its responses that have not started. The host submits displaced responses
+again (scheduler.py). At least one response always proceeds, since the pages of a device are enough
+for a response of the maximum length (`requests.sizes`).
 """
 
 from typing import Any, NamedTuple
@@ -55,7 +55,7 @@ def _start_response(state):
 def _can_start(state):
   """Whether a response can start in a free slot of a paged cache.
 
-  A start takes one page, since it shares the full pages of its prefix. One more page is reserved
+  A new response takes one page, and shares the full pages of its prefix. One more page is reserved
   for every active slot whose response may still reach another page. If no slot is active,
   `_allocate_pages` has already ensured a free page.
   """
@@ -116,7 +116,7 @@ def _allocate_pages(state):
     return pages.free(state.cache.replace(table_Bn=owners.table_Bn), owners.staged_Rn)
 
   def lacks_pages(owners):
-    # The prefixes in the queue occupy all pages, so that no response can start.
+    # Whether prefixes in the queue occupy all pages, so that no response can start.
     stuck = (owners.remaining_B == 0).all() & (owners.waiting_R > 0).any() & ~free(owners).any()
     return needs_page(owners).any() | stuck
 

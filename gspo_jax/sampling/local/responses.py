@@ -24,7 +24,7 @@ class Entry(NamedTuple):
 
 @dataclasses.dataclass
 class LiveResponse:
-  """A response in flight on the devices."""
+  """An unfinished response, on the devices or displaced (refill.py)."""
 
   request: Request
   sample: int  # Sample number.

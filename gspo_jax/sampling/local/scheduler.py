@@ -100,7 +100,7 @@ class Scheduler:
     # By shard: free pages after the last collected call, and pages of later prefills.
     self._free_pages = np.full(self._shards, size.pages)
     self._prefix_pages = np.zeros(self._shards, int)
-    # Queue entries in use, by shard · entries + index in the shard.
+    # Queue entries in use, by shard · `_entries` + index in the shard.
     self._queued: dict[int, Entry] = {}
     self._calls = 0  # Number of calls so far.
     self._in_flight = collections.deque()  # Dispatched calls with results not yet fetched.

@@ -3,9 +3,9 @@
 A slot is one row of the decoding batch. It holds a response, and decodes one token of this response
 in each step. A queue on the device holds *prefixes*. A prefix is a prompt, or the tokens of a
 trajectory so far. Its keys and values are computed in advance. Once a response ends, the slot takes
-the next response to a prefix in the queue (refill.py). This happens inside the decoding loop, so no
-slot waits for the host. While the devices decode, `scheduler` collects sampled tokens on the host
-and starts the prefill of further prefixes.
+the next response to a prefix in the queue (refill.py). This happens inside the decoding loop,
+without the host. While the devices decode, `scheduler` collects sampled tokens on the host, and
+starts the prefill of further prefixes.
 """
 
 import dataclasses
@@ -88,7 +88,7 @@ class Sampled:
   waiting_R: Any = None  # `State.waiting_R`.
   # Ids of the unfinished responses in slots, int32, -1 for a free slot; None for a dense cache.
   live_W: Any = None
-  free_d: Any = None  # Number of free pages of each device, int32; None for a dense cache.
+  free_d: Any = None  # Number of free pages of each shard, int32; None for a dense cache.
 
 
 @functools.partial(jax.jit, static_argnames=("model", "layers", "size", "stop_ids", "dtype"))

@@ -270,7 +270,7 @@ class ServerPool:
   async def publish(
     self, weights: str, version: int, probe: Sequence[Call]
   ) -> list[list[Part] | None]:
-    """Loads weights on all servers, which then sample the probe. Excludes failed servers.
+    """Loads weights on all servers, and samples the probe there. Excludes failed servers.
 
     Each server is unusable until its `end_publication`. Returns the parts of each server's probe,
     or None for a failed server.

@@ -72,7 +72,7 @@ class ServerEngine:
     routing: bool = False,
     tokenizer: epath.Path | None = None,
   ):
-    from gspo_jax.models.hf.config import to_hf  # Only servers need safetensors.
+    from gspo_jax.models.hf.config import to_hf  # Needs safetensors.
 
     to_hf(model, "float32")  # Raises ValueError if no Hugging Face model fits.
     self._model, self._server = model, config.server
@@ -229,9 +229,9 @@ class ServerEngine:
     return bool(self._requests)
 
   def step(self) -> list[Response]:
-    """Waits at most half a second, and returns the responses finished meanwhile.
+    """Waits at most half a second for answers, and returns newly finished responses.
 
-    If no server is usable, and this thread has called `load`, it publishes the weights again.
+    If no server is usable, and this thread has called `load`, `step` publishes the weights again.
 
     Raises:
       Preempted: the run was asked to stop (system/preemption.py).
@@ -276,7 +276,7 @@ class ServerEngine:
   def _receive(self, seconds: float) -> list[tuple[int, Response]]:
     """Receives answers; returns finished responses, each with its request's number.
 
-    Sends the next calls of unfinished responses. While the engine stops, returns these responses.
+    While the engine stops, returns unfinished responses too; otherwise sends their next calls.
     """
     answers = []
     while True:
@@ -337,7 +337,7 @@ class Pending:
     self.logp = np.zeros(0, np.float32)
     self.experts: np.ndarray | None = None
     self.stopped = False
-    self.failed_at: list[str] = []  # URL of the server of each failed call since the last part.
+    self.failed_at: list[str] = []  # URL for each failed call since the last part; "" if unsent.
     self.failure = ""  # Description of the last failure, if MAX_FAILURES calls in a row failed.
     self._tail: list[int] | None = None  # State of the search for stop strings.
 

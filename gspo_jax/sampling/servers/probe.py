@@ -36,8 +36,8 @@ KINDS = ("connection", "timeout", "health", "status", "body", "tokens", "version
 SLACK = 1e-3  # Largest accepted log-prob in nats: rounding may bring it above 0.
 PUBLICATIONS = 2  # Number of publications on disk: a starting server may still read the older one.
 PROMPTS = 8  # Number of the probe's prompts, half of them for each temperature.
-# Maximum number of tokens of a prompt with its response in the probe. The prompt is long enough to
-# fill a block (16 to 128 tokens) of a server's prefix cache, so that this cache is tested too.
+# Maximum number of tokens of a prompt with its response in the probe. If the window has this size,
+# prompts fill blocks (16 to 128 tokens) of a server's prefix cache, so this cache is tested too.
 LONGEST = 256
 TOKENS = 32  # Maximum number of tokens of a response in the probe.
 COOLER = 0.7  # Second temperature, as a multiple of the first.
@@ -65,7 +65,7 @@ class Call:
   sampling: SamplingConfig  # Its `max_new_tokens` is not used.
   stop_ids: tuple[int, ...]
   seed: int
-  routing: bool = False  # Whether to request the experts of every token.
+  routing: bool = False  # Whether the answer must include the experts of every token.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Part:
   stopped: bool  # Whether a stop token ended the continuation.
   aborted: bool  # Whether an abort request ended the continuation.
   # Experts of the call's tokens and of all new tokens except the last, [call + n - 1, l, k].
-  # None if not requested.
+  # None if `Call.routing` is False, or if there are no new tokens.
   experts: np.ndarray | None = None
 
 
@@ -198,7 +198,7 @@ def write_weights(
   Raises:
     ServersGone: the directory cannot be written.
   """
-  from gspo_jax.models import hf  # Only publication needs safetensors.
+  from gspo_jax.models import hf  # Needs safetensors.
 
   partial = target.with_name(f"{target.name}.partial")
 
@@ -228,7 +228,7 @@ def write_weights(
 
 def read_weights(directory: Path) -> Any:
   """Reads published weights. The trainer's weights may already be newer."""
-  from gspo_jax.models import hf  # Only publication needs safetensors.
+  from gspo_jax.models import hf  # Needs safetensors.
 
   mesh = None if sharding.without_mesh() else jax.sharding.get_mesh()
   return hf.load(directory, mesh=mesh)[0]
@@ -241,8 +241,8 @@ class Probe:
     model: configuration of the model.
     compute: the sampler's compute settings.
     window: maximum number of tokens of a prompt with its response.
-    temperature: temperature of the run.
-    routing: whether calls request the chosen experts too. If so, `read_answer` checks the experts.
+    temperature: temperature of the run. If it is 0, the probe is sampled at 1 instead.
+    routing: whether answers must include the chosen experts. `read_answer` checks these experts.
   """
 
   def __init__(
