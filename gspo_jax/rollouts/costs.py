@@ -30,7 +30,7 @@ def charge(
 
   Args:
     right_from: smallest reward of a right conversation. None means that a conversation is right if
-      its figure `correct` is 1 or more.
+      its metric `correct` is 1 or more.
 
   Returns:
     float32 [B]: total reward less costs of each conversation. The result does not depend on how

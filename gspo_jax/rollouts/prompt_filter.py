@@ -44,7 +44,7 @@ class PromptFilter:
         del self._dropped[name], self._tried[name]
 
   def wants(self, prompt: Prompt) -> bool:
-    """Whether the prompt is not dropped."""
+    """Whether the prompt may be drawn."""
     return self._row(prompt) not in self._dropped
 
   def _row(self, prompt: Prompt) -> str:

@@ -36,7 +36,7 @@ class Engine(Protocol):
     """
 
   def release(self) -> None:
-    """Frees the memory of the weights, for the updates. Call `load` before the next `start`."""
+    """Frees the memory of the weights before updates. Call `load` before the next `start`."""
 
   def start(self, workload: Workload) -> None:
     """Prepares for the requests of a workload. Drops earlier requests, and resets `usage`."""

@@ -320,7 +320,7 @@ def right(trajectories: Sequence[Trajectory], right_from: float | None) -> np.nd
   Args:
     trajectories: finished trajectories.
     right_from: smallest total reward of a right conversation. None means that a conversation is
-      right if its figure `correct` is 1 or more.
+      right if its metric `correct` is 1 or more.
   """
   if right_from is None:
     right_B = np.array([trajectory.figures["correct"] >= 1 for trajectory in trajectories], bool)

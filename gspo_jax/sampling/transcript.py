@@ -15,8 +15,8 @@ POLICY, ENVIRONMENT = "policy", "environment"  # Roles.
 def transcripts(trajectories: Sequence[Trajectory], tok: Tokenizer) -> list[dict[str, Any]]:
   """Returns a dict for each trajectory: additional fields of its record.
 
-  Field `rendered_prompt` is in the record of the first trajectory with sampled tokens, and in all
-  later records with a different prompt. Field `turns` is in records of conversations with
+  Field `rendered_prompt` is in the record of the first trajectory with sampled tokens, and in those
+  of later trajectories with other prompts. Field `turns` is in records of conversations with
   observations.
 
   Args:
