@@ -96,10 +96,10 @@ _MEAN_PROMPT = flags.DEFINE_integer(
 _EXPLAIN = flags.DEFINE_integer(
   "explain",
   0,
-  "For each program, also print the source lines with the most HBM traffic, at most this number.",
+  "Maximum number of source lines to print per program, most HBM traffic first; not with --search.",
 )
 _TEXT = flags.DEFINE_string(
-  "text", "", "Also write the compiled programs (HLO text) into this directory."
+  "text", "", "Also write the compiled programs (HLO text) into this directory; not with --search."
 )
 _JSON = flags.DEFINE_string("json", "", "Also write the report to this file.")
 
@@ -168,8 +168,8 @@ def search(
 ) -> list[dict[str, Any]]:
   """Searches for the fastest settings of updates ("train") and of sampling ("decode").
 
-  The search for sampling keeps the mesh of the fastest updates. Returns a row for each compiled
-  candidate. If a search compiles no candidate, its only row has the reason as `error`.
+  The search for sampling keeps the mesh of the fastest updates, else the configured mesh. Returns
+  a row per compiled candidate. If a search compiles none, its only row has the reason as `error`.
 
   Args:
     case: configuration and batch to begin with.
@@ -218,7 +218,7 @@ def search(
 def report(case: Case, topology: str, names: list[str], slices: int) -> list[dict[str, Any]]:
   """Compiles the named programs; prints and returns a row for each.
 
-  If all programs were compiled for TPUs, also estimates the time of an iteration.
+  If all of PROGRAMS were compiled for TPUs, also estimates the time of an iteration.
   """
   target = Path(_TARGET.value).read_text() if _TARGET.value else ""
   mesh = sharding.make_mesh(case.config.mesh, devices_of(topology, slices, target))

@@ -102,7 +102,7 @@ class Compiled:
 
   row: dict[str, Any]  # Results by name, for a row of the report: see `examine`.
   costs: hlo_costs.Costs = dataclasses.field(default_factory=hlo_costs.Costs)
-  text: str = ""  # Compiled program as HLO text; "" if the compiler finds that it does not fit.
+  text: str = ""  # Compiled program as HLO text; "" if the compiler ran out of device memory.
 
 
 def examine(program: Program, topology: str, remat: str) -> Compiled:
@@ -117,7 +117,7 @@ def examine(program: Program, topology: str, remat: str) -> Compiled:
   Args:
     program: program to compile.
     topology: chips of one slice, e.g. "v5p:4x4x4", or GPUs.
-    remat: `compute.remat` of the program. It determines the number of recomputed operations.
+    remat: policy of the program, not "auto". It determines the number of recomputed operations.
 
   Raises:
     ValueError: attention on a GPU needs cuDNN, which is not installed.

@@ -5,10 +5,10 @@ without compiling them. `needed` estimates the HBM traffic that a program cannot
 report compares it with the traffic of the compiled program. For each program, `needed` counts this
 traffic of a device:
 
-  train    Reads and writes the trained weights and the optimizer state of policy and critic, and
-           all gradients. Each micro-batch reads all weights twice, for the forward and the backward
-           pass. Each micro-batch writes and reads the activations saved by `compute.remat` and,
-           unless only adapters are trained, the gradients of weights gathered over `fsdp`.
+  train    Reads and writes the trained weights of policy and critic, their gradients and their
+           optimizer state. Each micro-batch reads all weights twice, for the forward and the
+           backward pass. Each micro-batch also writes and reads saved activations (`compute.remat`)
+           and, unless only adapters are trained, the gradients of weights gathered over `fsdp`.
   score    Reads the weights in each micro-batch. `teacher` reads the teacher's weights instead.
   publish  Reads the trainer's weights and writes the sampler's.
   prefill  Reads the layers' weights. Writes the prompts' keys, values and states of linear
@@ -46,7 +46,7 @@ from gspo_jax.system.meshes import use_mesh
 class LowerBounds:
   """Lower bounds on memory and time of one chip."""
 
-  memory: float  # Bytes of a chip's memory.
+  memory: float  # Needed bytes of a chip's memory.
   seconds: dict[str, float]  # Seconds by resource: compute, hbm, interconnect, network.
 
   @property
@@ -156,7 +156,7 @@ def weights_of(case: Case, mesh: jax.sharding.Mesh) -> dict[str, float]:
 
 
 def trained_params(state: TrainState) -> Any:
-  """Returns the trained parameters of the policy (or its adapters), and of the critic."""
+  """Returns trained parameters: the policy's (or its adapters'), and the critic's or None."""
   return lora.split(state.params)[0], None if state.critic is None else state.critic.params
 
 
@@ -268,7 +268,7 @@ def _gathered(params: Params, model: ModelConfig, case: Case, mesh: jax.sharding
 
 
 def position_bytes(case: Case, mesh: jax.sharding.Mesh) -> float:
-  """Bytes of one position's keys and values in all layers of full attention, per device."""
+  """Bytes of a position's keys and values over layers without linear attention, per device."""
   model, dtype = case.model, jnp.dtype(case.config.engine.cache_dtype)
   vector = model.head_dim * dtype.itemsize + 4 * (dtype == jnp.int8)  # int8 has float32 scales.
   layers = sum(not model.is_linear(layer) for layer in range(model.num_layers))

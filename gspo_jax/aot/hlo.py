@@ -1,10 +1,10 @@
 """Parses a compiled program's HLO text (`compiled.as_text()`) into instructions.
 
 A program consists of computations. A computation is a list of instructions, such as the body of a
-loop or a fusion. Execution begins with the computation `Module.entry`. An instruction names its
-operands, which are instructions of the same computation. It calls other computations by attributes.
-For example, `%loop = f32[8]{0} while(%x), body=%step` has the operand x and calls the computation
-step.
+loop or of a fusion. Execution begins with the computation `Module.entry`. An instruction names its
+operands, which are instructions of the same computation. Its attributes name the computations that
+it calls. For example, `%loop = f32[8]{0} while(%x), body=%step` has the operand x and calls the
+computation step.
 """
 
 import dataclasses
@@ -98,8 +98,8 @@ class Instruction:
   def branch(self) -> list["Instruction"]:
     """Returns the instructions of a conditional's expected branch.
 
-    The expected branch is the first one with cuDNN's attention. If no branch has cuDNN's attention,
-    it is the branch for a false condition.
+    The expected branch is the first branch with cuDNN's attention. Without such a branch, it is the
+    branch for a false condition.
     """
     listed = re.search(r"branch_computations=\{([^}]*)\}", self.attributes)
     names = re.findall(r"[\w.\-]+", listed[1]) if listed else []

@@ -43,8 +43,8 @@ def _splash(instruction: Instruction) -> float | None:
 
   Operands are the mask's scalars, q, k, v, segments of q and of k. The backward phases also take
   the logsumexp, the output's gradient, and a sum for each query. Some masks also need the queries'
-  positions, which come last. `times` has the number of reads of each operand after the scalars. `f`
-  is the number of times that a query head reads all keys; for dkv, that it reads all queries.
+  positions, which come last. `times` counts the reads of each operand after the scalars. In fwd and
+  dq, a query head reads all keys `f` times. In dkv, the queries of a head are read `f` times.
   """
   named = re.match(r"splash_mha_(fwd|dq|dkv)_segmented", instruction.name)
   if not named:

@@ -1,7 +1,7 @@
 """Counts the floating-point operations of matrix products in a GPU program's compiled text.
 
 Products are dots (also within fusions), calls of cuBLAS, attention of cuDNN, and Pallas kernels. A
-`jax.named_scope("flops=N")` around the call of a Pallas kernel states the kernel's operations.
+kernel counts as N operations if its call is in a `jax.named_scope("flops=N")`, and else as none.
 """
 
 import math

@@ -123,7 +123,7 @@ class Case:
   def packed(self) -> bool:
     """Whether updates are packed, and thus skip empty micro-batches.
 
-    False if the batch does not have the configured shape, since all its rows count as full.
+    Also False if the batch has another shape than configured, since then all rows count as full.
     """
     return self.config.rl.packed and self.configured
 

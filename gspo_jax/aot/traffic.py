@@ -143,10 +143,10 @@ def _fusion(instruction: Instruction, results: Sequence[Array]) -> float:
 
 
 def _unchanged(body: Sequence[Instruction]) -> set[str]:
-  """Returns names of values outside a fusion's computation.
+  """Returns the names of values outside a fusion's arithmetic.
 
-  The computation neither reads nor writes these values. Collectives, kernels and tuples in the
-  fusion do not belong to the computation.
+  These are the results of collectives, kernels and tuples, and the parameters that no other
+  instruction of the fusion reads.
   """
   computed = [x for x in body if x.op not in (*COLLECTIVES, "custom-call", "tuple")]
   used = {operand for x in computed for operand in x.operands}

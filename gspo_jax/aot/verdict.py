@@ -22,8 +22,8 @@ def lines(
   """Returns the verdict on compiled programs, as lines.
 
   The last line is the next step. If a program does not fit, the next step is a command that takes
-  less memory, or a larger topology. If all programs fit, the next step is a search for TPUs, or a
-  run for GPUs.
+  less memory, or a larger topology. If all programs fit, the next step is a search (TPUs) or a run
+  (GPUs).
 
   Args:
     rows: results of `compiler.examine`, one per program.

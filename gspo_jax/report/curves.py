@@ -193,7 +193,7 @@ def mark_constants(series: Sequence[Row], kind: str = "line") -> None:
 def wants_log(series: Sequence[Row]) -> bool:
   """Whether a linear axis would hide the smaller values of these curves.
 
-  Returns True if all three conditions hold:
+  Excludes constant curves. Returns True if all three conditions hold:
 
     - No value is negative.
     - At least five values, and at least four fifths of all values, are positive.

@@ -116,9 +116,9 @@ def describe_run(run: Run, by_phase: ByPhase, places: Mapping[tuple[str, str], R
 
 
 def find_place(places: Mapping[tuple[str, str], Row], phase: str, metric: str) -> Row | None:
-  """Finds a metric's curve, else that of an evaluation.
+  """Returns view and section of a metric's curve.
 
-  Returns None if there is no such curve.
+  If only evaluations (eval/.../METRIC) have a curve, returns theirs. Returns None without a curve.
   """
   names = [name for kind, name in places if kind == phase and name.startswith("eval/")]
   keys = (phase, metric), *((phase, name) for name in names if name.endswith(f"/{metric}"))

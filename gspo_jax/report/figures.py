@@ -89,8 +89,7 @@ OUTCOMES = {
   "error": "error pink", "timeout": "timeout amber", "memory": "memory green",
   "crash": "crash orange",
 }  # fmt: skip
-# Metrics without a chart: the time of day, and the volatility of each layer in each mini-batch.
-# There would be too many curves of volatility.
+# Metrics without a chart: the time of day; volatility by layer and mini-batch (too many curves).
 UNDRAWN = re.compile(r"minibatch/\d+/router/volatility/layer_\d+|wall/clock")
 
 
@@ -129,7 +128,7 @@ def _by_length(title: str, note: str, key: str, **options) -> Figure:
 
 
 def _by_segment(title: str, note: str, key: str, **options) -> tuple[Figure, Figure]:
-  """Builds a chart by third of the response, and a chart by segment number."""
+  """Builds a chart by third of the segments, and a chart by segment number."""
   positions = dict(first="blue", middle="violet", last="orange")
   thirds = {f"segment/{key}/{third}": f"{third} {color}" for third, color in positions.items()}
   line = {f"segment/{key}/{{i}}": "number {i} sequence"}
@@ -230,7 +229,8 @@ SECTIONS = (
   ),
   _section(
     "ratio", "Ratio",
-    "The importance ratio compares the policy with the old policy, which sampled the responses.",
+    "The importance ratio compares the policy with the old policy: with the sampler or, with"
+    " objective.old_logp=recompute, with the trainer before the updates.",
     _chart("Importance ratio", "mean; the band is from the smallest to the largest ratio",
            {"ratio/mean": "mean blue"}, ("ratio/min", "ratio/max"), unit="ratio", zero=False,
            wide=True),
@@ -248,7 +248,7 @@ SECTIONS = (
            "ratio/effective_length"),
   ),
   _section(
-    "ratio", "Clipping", "A is the advantage. CISPO clips large and small ratios at both signs.",
+    "ratio", "Clipping", "A is the advantage. CISPO clips at both bounds for either sign of A.",
     *(_chart(f"Clipped {x}s", note, {
         f"clip_fraction/{x}": "all blue", f"clip_fraction/{x}/low": "low (A < 0) teal",
         f"clip_fraction/{x}/high": "high (A > 0) orange"}, unit="percent", overview=x == "token")
@@ -264,14 +264,14 @@ SECTIONS = (
     _by_length("Clipped tokens", "share of clipped tokens in the responses of each length class",
                "clip_fraction", unit="percent"),
     _chart("Clip range",
-           "distance from a ratio of 1 (GMPO: from a log-ratio of 0) to the nearer clip bound",
+           "distance from ratio 1 (GMPO: log-ratio 0; DPPO: divergence 0) to the nearer clip bound",
            "clip_range"),
     rest="(clip_fraction|ratio)/.+",
   ),
   _section(
     "ratio", "Segments",
-    "A segment is a part of a response with its own importance ratio. Charts show the segments by"
-    " third of the response, or by their number in the response.",
+    "A segment is a part of a response with its own importance ratio. Charts show segments by third"
+    " (of the segments of a response), or by their number in the response.",
     *_by_segment("Clipped segments", "share of clipped segments", "clip_fraction", unit="percent"),
     *_by_segment("Gradient of segments",
                  "mean over the segments. The gradient of a segment is the sum of |∂ loss/∂ log π|"
