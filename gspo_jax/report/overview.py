@@ -134,12 +134,12 @@ def _benchmark(key: str) -> str:
 def assess_reward(rows: Rows) -> tuple[str, str, str]:
   """Returns state, answer and reason, from the first and last rewards.
 
-  The means over the first and the last tenth of the iterations are compared. A tenth has at least
-  two iterations. The reward changed if the means differ by more than SIGNIFICANT standard errors.
-  The standard deviation of an iteration's reward is the larger of two estimates. The first estimate
-  uses the differences between successive iterations, since a trend hardly affects them. But it is
-  too small if the noise of successive iterations is correlated. So the second estimate uses the
-  variances within the two tenths.
+  Compares the means over the first and the last tenth of the iterations, at least two each. The
+  reward changed if the means differ by more than SIGNIFICANT standard errors. With fewer than six
+  iterations, the state is "open". The standard deviation of an iteration's reward is the larger of
+  two estimates. The first estimate uses differences between successive iterations, since a trend
+  hardly affects them. But it is too small if the noise of successive iterations is correlated. So
+  the second estimate uses the variances within the two tenths.
   """
   rewards = _finite(rows, "reward/mean")
   if len(rewards) < 6:

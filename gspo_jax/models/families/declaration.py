@@ -75,7 +75,7 @@ class Family:
   dense_activation: activation of dense layers, a function of x gate.
   activation: activation of experts, a function of x gate and x up.
   embed_scale: (config) -> factor on rows of the embedding.
-  prediction: first parts of the names of layers for multi-token prediction.
+  prediction: first parts of the names of tensors for multi-token prediction.
   """
 
   architectures: Mapping[str, Architecture]
@@ -126,9 +126,9 @@ class Family:
   def layer(
     self, x_BTD: jax.Array, block: Any, config: ModelConfig, attend: Callable, experts: Callable
   ) -> tuple[jax.Array, Any, jax.Array | None, Any]:
-    """Computes x + norm(attention(norm(x))), then x + norm(ffn(norm(x))).
+    """Computes x + m norm(attention(norm(x))), then x + m norm(ffn(norm(x))).
 
-    Norms without a scale in `block` are omitted.
+    Norms without a scale in `block` are omitted. m is `multipliers.residual`, usually 1.
 
     Args:
       block: weights of one layer.

@@ -55,7 +55,7 @@ FAMILY = base.Family(
       "Gemma3ForCausalLM",
       WINDOWED | dict(local_rope_theta="rope_local_base_freq"),
       implied=dict(qk_norm=True),
-      # transformers' class ignores this bound.
+      # transformers' class ignores this soft cap.
       fixed=FIXED | dict(attn_logit_softcapping=None),
       defaults=DEFAULTS
       | dict(final_logit_softcapping=0.0, rope_theta=1e6, rope_local_base_freq=1e4)

@@ -1,6 +1,6 @@
 """Qwen3-Next: linear attention, gated full attention, shared experts with a gate.
 
-https://arxiv.org/abs/2412.06464 has the linear layers.
+https://arxiv.org/abs/2412.06464 describes the linear layers.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Hugging Face directories: `load` and `save`."""
+"""Loads, checks and saves Hugging Face directories."""
 
 from gspo_jax.models.hf.config import CheckpointError, load_config
 from gspo_jax.models.hf.convert import check, load, save

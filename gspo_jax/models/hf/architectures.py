@@ -50,8 +50,8 @@ def language_model(raw: Mapping[str, Any]) -> dict[str, Any]:
   return dict(model_type=OUTER[raw["model_type"]]) | text | shared
 
 
-# Names and axes of fused experts. One tensor has all experts of a layer, with gate and then up on
-# one axis. transformers 5 has fused experts in memory, and writes such files on request
+# Names and axes of fused experts. One tensor has gate, then up, of all experts of a layer; another
+# tensor has down. transformers 5 has fused experts in memory, and writes such files on request
 # (save_original_format=False).
 FUSED = {
   "Moe.router": NAMES["Moe.router"],  # In files with fused experts, Mixtral has this name, too.

@@ -67,7 +67,7 @@ def load_config(directory: str | os.PathLike) -> ModelConfig:
   Raises:
     FileNotFoundError: there is no config.json.
     CheckpointError: a key is missing, or a value has the wrong type or is not supported.
-    ValueError: the repository cannot be read.
+    ValueError: the repository or the bucket cannot be read.
   """
   path = hub.directory(os.fspath(directory)) / "config.json"
   raw = read_json(path)
@@ -116,7 +116,7 @@ def _from_hf(raw: dict[str, Any]) -> ModelConfig:
   if architecture.ropes_by_kind:
     values["local_rope_theta"] = raw["rope_local_base_freq"]
   layers = _take(raw, "num_hidden_layers", int)
-  if "linear.kernel" not in architecture.fields:  # Otherwise, `read` reads layer_types.
+  if "linear.kernel" not in architecture.fields:  # Otherwise `architecture.read` reads layer_types.
     values |= _windows(raw, architecture, layers)
   return _grouped(values | architecture.read(raw))
 
@@ -180,8 +180,8 @@ _GROUPS = ("rope", "router", "scores", "multipliers", "linear")
 def _windows(raw: dict[str, Any], architecture: Architecture, layers: int) -> dict[str, Any]:
   """Reads the fields of sliding windows: width and local layers.
 
-  If every n-th layer is global, n is the pattern; otherwise `scores.local_layers` lists the local
-  layers.
+  If every n-th layer is global, `sliding_window_pattern` is n. Else `scores.local_layers` lists
+  the local layers.
   """
   types = raw.get("layer_types")
   if types is not None and (len(types) != layers or not {*types} <= {LOCAL, GLOBAL}):

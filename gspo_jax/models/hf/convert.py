@@ -76,7 +76,7 @@ def load(
     FileNotFoundError: there is no config.json, or no safetensors file.
     CheckpointError: the model is not supported; tensors are missing, superfluous, of another shape
       or an unsupported type; or a value is NaN or infinite.
-    ValueError: the mesh does not divide a parameter, or the repository cannot be read.
+    ValueError: the mesh does not divide a parameter, or the repository or bucket is unreadable.
   """
   name = hub.pinned(os.fspath(directory))
   config, files, leaves, shapes, twin = _plan(name)
@@ -298,7 +298,7 @@ def save(
 
   Raises:
     ValueError: the parameters do not match `model_config`, no architecture of Hugging Face has its
-      features, or a value is NaN or infinite in `dtype`.
+      features, `like` has another language model, or a value is NaN or infinite in `dtype`.
   """
   directory = Path(directory)
   model_config = hf_config.published(model_config)

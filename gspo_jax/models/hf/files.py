@@ -52,7 +52,7 @@ class Files:
     Raises:
       FileNotFoundError: there is no safetensors file.
       CheckpointError: a file is unreadable, or two files have a tensor of the same name.
-      ValueError: the repository cannot be read.
+      ValueError: the repository or the bucket cannot be read.
     """
     self._repository = hub.Repository.from_name(name) if hub.is_id(name) else None
     self.name = self._repository.id if self._repository else name

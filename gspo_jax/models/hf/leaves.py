@@ -60,7 +60,7 @@ class Leaf:
   axes: tuple[str, ...]  # Axes of each tensor; letters of merged axes together: ("NH", "D").
   # Layers of the block. (-1,): embedding. (number of layers,): final norm and head.
   layers: tuple[int, ...]
-  start: int = 0  # Position of the parameter for one index of the letters before a "+".
+  start: int = 0  # Offset of the parameter's elements for one index of the letters before a "+".
   total: int = 1  # Number of all parameters' elements for such an index.
 
   @property

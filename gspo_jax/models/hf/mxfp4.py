@@ -1,9 +1,9 @@
 """Reads tensors in MXFP4 as bfloat16.
 
-MXFP4 has numbers of 4 bits. Each block of 32 numbers has a power of two as its factor. Files have
-two tensors for a tensor NAME [..., n]. NAME_blocks [..., n / 32, 16] has two numbers in each byte,
-the first in the low half. NAME_scales [..., n / 32] has exponents of 2, plus 127. OCP Microscaling
-Formats, v1.0, §5.2.
+MXFP4 has numbers of 4 bits. Each block of 32 numbers has a power of two as its factor (OCP
+Microscaling Formats, v1.0, §5.2). Files have two tensors for a tensor NAME [..., n]. NAME_blocks
+[..., n / 32, 16] has two numbers in each byte, the first in the low half. NAME_scales [..., n / 32]
+has the factors' exponents of 2, plus 127.
 """
 
 from collections.abc import Callable, Mapping
