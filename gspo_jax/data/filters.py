@@ -39,7 +39,7 @@ class Condition:
   - Other texts are compared as texts. If two texts have one number each and are otherwise equal,
     their numbers determine their order: `Level 9` is below `Level 10`.
   - `=~` and `!~` search the field for a regular expression, the condition's value.
-  - A null field fails `<`, `<=`, `>` and `>=`. For the other operators it is an empty text.
+  - A null field or NaN fails `<`, `<=`, `>` and `>=`. For other operators null is an empty text.
   """
 
   field: str

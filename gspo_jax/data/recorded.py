@@ -29,7 +29,7 @@ class Response:
 
   tokens: np.ndarray  # Token ids, int32 [n], with the stop token if there is one.
   reward: float
-  stopped: bool  # Whether it ended by itself, not by a length limit.
+  stopped: bool  # False if a length limit truncated the response.
 
 
 @dataclasses.dataclass(frozen=True)

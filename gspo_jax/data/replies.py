@@ -11,7 +11,7 @@ template, or if it changes the prompt or drops part of the response (`_continuat
 continuation is the response itself, with at most one change:
 
 - If the response begins with the prompt's last tag, this tag is removed.
-- If not, and if the prompt ends with an open thought and the response has no closing tag, a closing
+- Otherwise, if the prompt ends with an open thought and the response has no closing tag, a closing
   tag is added before the response.
 """
 

@@ -49,7 +49,7 @@ class Source(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Prompts:
-  """A source held in memory."""
+  """A source in memory."""
 
   rows: Sequence[structs.Prompt]
   skipped: int = 0
@@ -63,7 +63,7 @@ class Prompts:
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-  """Several sources, one after another in the order of indices. Sampling alone uses weights."""
+  """Several sources, one after another. Weights affect `Batches`, not the indices."""
 
   sources: tuple[Source, ...]
   weights: tuple[float, ...]

@@ -30,7 +30,7 @@ class Alarms:
     self._best = -float("inf")  # Highest mean reward over WINDOW iterations so far.
     self._range = math.inf, -math.inf  # Smallest and largest reward so far.
     self._idle = 0  # Consecutive iterations with a gradient of 0.
-    self._compared = False  # Whether an earlier row has compared sampler and trainer.
+    self._compared = False  # Whether an earlier row has had an `_outside_range`.
     self._active: set[str] = set()  # Alarms of the previous row.
     for row in rows:
       self(row)
@@ -44,7 +44,7 @@ class Alarms:
     return {f"warning/{name}": 1.0 for name in active}, lines
 
   def _conditions(self, row: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    """Yields name and message of each true condition."""
+    """Yields name and message of each true condition. Updates the statistics of earlier rows."""
     c = self._config
     norm, entropy, reward = (_finite(row.get(x)) for x in ("grad_norm", "entropy", "reward/mean"))
     if norm is not None:

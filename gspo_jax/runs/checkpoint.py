@@ -1,8 +1,8 @@
 """Checkpoints with Orbax: the training state (arrays) and the host state (JSON).
 
-The host state is a dict with three keys. `position` locates the resume point, such as the place in
-the data. `pending` is a metrics row still to be reported, or None. `rows` is the number of rows of
-training in metrics.jsonl.
+The host state is a dict with three keys. `position` is the resume point, such as the position in
+the data. `pending` is a metrics row that is not reported yet; None if all rows are. `rows` is the
+number of training rows in metrics.jsonl.
 
 Orbax writes to a temporary path, and renames it at the end. So a killed process leaves either a
 whole checkpoint or none. Orbax does not detect a flipped bit in an array. So the JSON of the host
@@ -59,7 +59,7 @@ class Checkpointer:
     self.directory, self.config = config.phase_directory(workdir, phase), config
     # The best checkpoint has the largest product of `_sign` and the metric named `_best`.
     self._best, self._sign = config.best, 1 if config.best_is == "largest" else -1
-    self._last = time.monotonic()  # Time of the last save. Before the first save: of opening.
+    self._last = time.monotonic()  # Time of the last save; at first, of opening.
     self._mirror = Mirror(workdir, config.directory)
     self._failure: BaseException | None = None  # Error of a failed save.
     rules = [policies.LatestN(config.keep)]
@@ -89,8 +89,8 @@ class Checkpointer:
     except RecursionError as error:  # Orbax tolerates all other damage of metadata files.
       path = self.directory / "*" / "_CHECKPOINT_METADATA"
       raise DamagedError(path, "nested too deeply") from error
-    self._saving: tuple[int, float] | None = None  # Step and start of the last save.
-    self._seconds: float | None = None
+    self._saving: tuple[int, float] | None = None  # Step and start time of the last save.
+    self._seconds: float | None = None  # Duration of a completed save, until `metrics` returns it.
 
   def latest(self) -> int | None:
     """Returns the newest checkpoint's step; None if there is none. A running save counts too."""
@@ -112,15 +112,15 @@ class Checkpointer:
   def restore_newest(self, like: Callable[[], Any]) -> tuple[int, Any, dict[str, Any]] | None:
     """Restores (step, state, host_state) of the newest undamaged checkpoint.
 
-    Returns None if there is no checkpoint. Newer checkpoints, which are all damaged, are renamed to
-    `damaged_<step>`.
+    Returns None if there is no checkpoint. Damaged checkpoints of later steps are renamed to
+    `damaged_<step>`. Collective: call it on all hosts.
 
     Args:
       like: returns the abstract state, for the layout of the restored arrays.
 
     Raises:
       ValueError: all checkpoints are damaged, or the arrays of one do not match `like`.
-      DamagedError: one of several hosts cannot read its shards.
+      DamagedError: there are several hosts, and this host cannot read a checkpoint.
     """
     damaged: list[epath.Path] = []
     for step in sorted(self._manager.all_steps(), reverse=True):
@@ -211,9 +211,9 @@ class Checkpointer:
     return {} if seconds is None else {"checkpoint/seconds": seconds}
 
   def close(self) -> None:
-    """Waits until the last checkpoint is on disk. Updates the workdir's copy (mirror.py).
+    """Waits until the last checkpoint is on disk. Raises WriteError if a file cannot be written.
 
-    Raises WriteError if a file cannot be written.
+    If this process has saved a checkpoint, also updates the workdir's copy (mirror.py).
     """
     self._wait()
     self._manager.close()
@@ -252,7 +252,7 @@ class Checkpointer:
 
   @contextlib.contextmanager
   def _write_errors(self, path: epath.Path | None) -> Iterator[None]:
-    """Converts any Orbax error in the block to a one-line WriteError."""
+    """Records any error in the block, and converts it to a one-line WriteError."""
     try:
       yield
     except WriteError as error:
@@ -319,7 +319,7 @@ def reason(error: BaseException) -> str:
 
 
 def finished(directory: epath.Path) -> list[int]:
-  """Returns the steps of a phase's complete checkpoints."""
+  """Returns the steps of a phase's complete checkpoints, in rising order; [] if none."""
   numbered = [p for p in directory.iterdir() if p.name.isdigit()] if directory.is_dir() else []
   return sorted(int(p.name) for p in numbered if ocp.utils.is_checkpoint_finalized(p))
 

@@ -28,9 +28,9 @@ def compile_seconds() -> float:
 class Goodput:
   """Computes shares of the wall time, from the seconds per stage of each step.
 
-  Two shares belong to no stage. `restart` is the time between the last metrics row that a resumed
-  run keeps and the opening of the resumed run, including work that is lost. `wait` is the rest of
-  the wall time, such as reading data or waiting for a sampler on other devices.
+  Two shares belong to no stage. `restart` is the time from the last retained row of metrics.jsonl
+  to the opening of the resumed run, and thus includes lost work. `wait` is the rest of the
+  wall time, such as reading data or waiting for a sampler on other devices.
   """
 
   def __init__(self, clock: Callable[[], float] = time.time):

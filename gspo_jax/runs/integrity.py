@@ -32,7 +32,7 @@ def changed(written: Mapping[str, str], read: Mapping[str, str]) -> str | None:
 
 
 def named(tree: Any) -> dict[str, Any]:
-  """Returns the leaves of a pytree, by name."""
+  """Returns the leaves of a pytree, by dotted name such as `params.embed`."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 

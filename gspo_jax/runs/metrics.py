@@ -2,8 +2,8 @@
 
 A metric is a plain scalar or a *reduction*, any pytree with `.compute()`. (The reduction of a mean
 has a numerator and a denominator, so merging never takes a mean of means.) Metrics stay on the
-device until the next step is dispatched (`phase.Phase`). Then `compute` fetches all metrics in one
-transfer.
+device until the next step is dispatched (`phase.Phase`). Then `compute` fetches all metrics
+together.
 """
 
 import collections
@@ -31,12 +31,12 @@ PHASES = ("sft", "rl", "eval")  # In the order of training; "eval" is a separate
 
 
 def compute(metrics: Mapping[str, Any]) -> Row:
-  """Fetches metrics in one transfer, as Python values.
+  """Fetches all metrics together, as Python values.
 
   Reductions and arrays become floats. Strings and integers are unchanged, and None is dropped.
   """
   host = jax.device_get(dict(metrics))
-  # A reduction's `compute` may return jnp arrays. The second fetch does nothing to NumPy values.
+  # A reduction computes jnp arrays from its fetched parts, so a second fetch follows.
   values = jax.device_get({k: v.compute() if hasattr(v, "compute") else v for k, v in host.items()})
   return {
     k: v if isinstance(v, str | int) else float(v) for k, v in values.items() if v is not None
@@ -171,8 +171,8 @@ class Writer(contextlib.AbstractContextManager):
       row: `phase`, `step`, and numbers by name.
 
     Raises:
-      WriteError: the row cannot be written, or metrics.jsonl was removed or replaced during the
-        run.
+      TypeError: a value is not a number.
+      WriteError: the row cannot be written, or metrics.jsonl was removed or replaced.
     """
     if not self._active:
       return
@@ -301,7 +301,7 @@ def graded_reward(row: Row, prefix: str) -> float | None:
   prefix: first part of the names of the evaluation's metrics.
   """
   accuracy, reward = (row.get(prefix + name, math.nan) for name in ("accuracy", "reward/mean"))
-  # Responses without a verdict count in the accuracy, and not in the mean reward.
+  # Responses without a verdict count as wrong in the accuracy. The mean reward excludes them.
   judged = 1 - row.get(f"{prefix}verifier/unknown", 0)
   return reward if abs(reward * judged - accuracy) >= 1e-3 else None
 

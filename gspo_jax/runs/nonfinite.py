@@ -46,7 +46,7 @@ class NonFiniteError(ArithmeticError):
 
 
 class Guard:
-  """Checks metrics rows, and keeps the mini-batches of each step until its row is checked.
+  """Checks metrics rows, and keeps the mini-batches of the newest steps for a dump.
 
   Metrics arrive one step late (`Phase.report`), when further updates have been dispatched. So the
   update function itself skips an update with a non-finite loss or gradient (`learner.step`). If
@@ -104,7 +104,7 @@ class Guard:
     return state
 
   def keep_batches(self, step: int, batches: Sequence[TrainBatch]) -> None:
-    """Keeps a step's mini-batches, in case its metrics need a dump."""
+    """Keeps a step's mini-batches, in case its metrics row is bad."""
     self._batches.append((step, batches))
 
   def check(self, row: Mapping[str, Any], state: TrainState) -> None:

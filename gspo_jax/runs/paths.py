@@ -65,7 +65,7 @@ def _check_required(config: RunConfig) -> None:
 
 def _check_data_files(config: RunConfig) -> None:
   """Raises DataError if a file of problems does not exist. Reads no rows."""
-  # Only the first host needs growing files.
+  # Growing files (data.growing) are excluded, since only the first host needs them.
   trains = config.samples_prompts and not config.schedule.refresh_every
   specs = {"data.train": config.data.train} if trains else {}
   for key, spec in (specs | {key: b.data for _, b, key in config.benchmarks()}).items():

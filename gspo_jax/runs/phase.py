@@ -135,15 +135,15 @@ class Phase:
     Args:
       step: number of finished steps.
       state: training state after `step`.
-      position: returns a dict from which training continues after `step`, such as the position in
-        the data. JSON can represent the dict.
+      position: returns the resume point after `step`, such as the position in the data, as a dict
+        that JSON can represent.
       pending: metrics row of `step`, if its evaluation is not finished yet; else None. A resumed
         run finishes the evaluation and reports this row.
     """
     self._step, self._state, self._position, self._pending = step, state, position, pending
 
   def check(self, row: Row) -> None:
-    """Raises `NonFiniteError`, after a dump, for NaN or infinity in the metrics row."""
+    """Raises `NonFiniteError`, after a dump, for a bad metrics row (`Guard.check`)."""
     self._guard.check(dict(phase=self._name) | row, self._state)
 
   def report(self, row: Row) -> None:
@@ -158,7 +158,7 @@ class Phase:
     self._pending = None  # Not needed: `save` writes the buffered row before the checkpoint.
 
   def flush(self) -> None:
-    """Writes the buffered metrics row."""
+    """Checks and writes the buffered metrics row, if any. Raises errors as `check` does."""
     newest, self._row = self._row, None
     if newest is None:
       return

@@ -1,4 +1,4 @@
-"""Traces of JAX's profiler: one stage in one iteration, or the first steps of this stage."""
+"""Traces of JAX's profiler: an iteration, one of its stages, or the first steps of a stage."""
 
 import contextlib
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ class Profiler:
       self._stop()
 
   def count(self, stage: str, steps: int, result: Any = None) -> None:
-    """Counts dispatched steps. Ends the trace of a single stage after `profile.steps` steps.
+    """Counts dispatched steps. If `profile.steps` is above 0, ends the trace after so many steps.
 
     Args:
       stage: stage of the steps.

@@ -91,9 +91,9 @@ class Progress(contextlib.AbstractContextManager):
       self._due, self._printed = clock + self._interval, True
 
   def wait(self) -> None:
-    """Shows the elapsed time every `interval` seconds until the first step ends.
+    """Shows the elapsed time, in a thread, until the first step ends.
 
-    If no steps are left, shows that the phase is finished.
+    If no steps are left, shows that the phase is finished, without a thread.
     """
     if not self._active:
       return

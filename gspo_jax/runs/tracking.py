@@ -42,7 +42,7 @@ def open_wandb(project: str, workdir: Path, config: Mapping[str, Any]) -> Any:
       dir=str(workdir),
       config=dict(config),
     )
-  except Exception as error:  # Errors of its server, too.
+  except Exception as error:  # Includes errors of W&B's server.
     raise ValueError(f"--config.wandb={project}: {error}; correct it, or set it to ''") from error
   for phase in ("sft", "rl", "eval"):
     run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")

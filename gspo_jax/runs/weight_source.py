@@ -28,7 +28,7 @@ from gspo_jax.settings.training import LoraConfig
 from gspo_jax.system import files, hosts, hub
 from gspo_jax.system.text import near_path
 
-PHASES = ("rl", "sft")  # A workdir names a checkpoint of the first of these that has one.
+PHASES = ("rl", "sft")  # A workdir names a checkpoint of the first of these phases with one.
 RANDOM = "random"
 
 
@@ -59,7 +59,7 @@ class RunCheckpoint:
 
   @property
   def about(self) -> dict[str, Any]:
-    """JSON about this checkpoint, for the config.json of runs starting from it."""
+    """JSON for the config.json of runs that start from this checkpoint."""
     commit = self.config.get("provenance", {}).get("commit")
     about = dict(checkpoint=str(self.path), phase=self.path.parent.name, step=int(self.path.name))
     return about | dict(seed=self.config.get("seed"), commit=commit)
@@ -208,8 +208,8 @@ class WeightSource:
   def model(self, configured: ModelConfig) -> ModelConfig:
     """Returns the configuration of the weights' model.
 
-    The result is `configured` if both are equal, for random or unnamed weights, and for a run that
-    recorded no model. Raises ValueError for a missing or invalid config.json.
+    Returns `configured` itself if that model equals it, if the weights are random or unnamed, or if
+    their run recorded no model. Raises ValueError for a missing or invalid config.json.
     """
     if self.name in ("", RANDOM) or (self.checkpoint and not self.checkpoint.model):
       return configured
@@ -294,7 +294,7 @@ def resolve(key: str, name: str, recorded: Mapping[str, Any]) -> WeightSource:
 def find(name: str, key: str = "weights") -> RunCheckpoint | None:
   """Finds a run's checkpoint by name.
 
-  Returns None if the name means random weights or a published model.
+  Returns None for other names, such as those of random weights and published models.
 
   Args:
     name: workdir, directory of a phase's checkpoints, or checkpoint.

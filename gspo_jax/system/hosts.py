@@ -59,9 +59,9 @@ def broadcast(value: Any) -> Any:
 
 
 def gather(number: int) -> list[int]:
-  """Returns the numbers of all processes, in the order of processes. Collective.
+  """Returns each process's `number`, in the order of processes. Collective.
 
-  number: this process's number, from 0 to 2**32 - 1.
+  number: integer from 0 to 2**32 - 1.
   """
   if jax.process_count() == 1:
     return [number]

@@ -32,7 +32,7 @@ from gspo_jax.system.transfer import Transfer
 _ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
 _COMMIT = re.compile("[0-9a-f]{40}")
 SMALL = ("*.json", "*.jinja", "*.txt", "tokenizer.model")  # Files in `Repository.directory`.
-# The library warns of every attempt, twice. It reads the variable when it is imported.
+# `huggingface_hub` would warn twice of each failed attempt. It reads this variable on import.
 if "HF_HUB_VERBOSITY" not in os.environ:
   os.environ["HF_HUB_VERBOSITY"] = "error"
   logging.getLogger("huggingface_hub").setLevel(logging.ERROR)

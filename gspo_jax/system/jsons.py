@@ -20,7 +20,7 @@ def parse(text: str | bytes) -> Any:
   try:
     if isinstance(text, bytes):
       text = text.decode("utf-8-sig")
-    text = text.rstrip("\r\n")  # A JSON line is one line.
+    text = text.rstrip("\r\n")  # So an error in a JSON line names only a column.
     value = json.loads(text, object_pairs_hook=_require_unique_keys)
     if text.count("[") + text.count("{") > DEEPEST and _is_deep(value):
       raise RecursionError
@@ -35,7 +35,7 @@ def parse(text: str | bytes) -> Any:
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-  """Returns the object of a JSON text. Raises ValueError for other values."""
+  """Returns the object of a JSON text. Raises ValueError for other texts."""
   value = parse(text)
   if not isinstance(value, dict):
     raise ValueError(f"it is not a JSON object, but {value!r:.40}")

@@ -67,7 +67,7 @@ def _lock_all(directories: Sequence[Path], stack: contextlib.ExitStack) -> None:
 
 
 def _lock(file: TextIO, kind: int, directory: Path) -> None:
-  """Locks the open `FILE` of a directory without waiting. Raises ValueError if another run has."""
+  """Locks a directory's open `FILE` without waiting. Raises ValueError if another run locked it."""
   try:
     fcntl.flock(file, kind | fcntl.LOCK_NB)
   except OSError as error:

@@ -19,7 +19,7 @@ def visible(text: str) -> str:
 
 
 def did_you_mean(word: str, words: Iterable[str], prefix: str = "") -> str:
-  """Suggests the most similar word, or "".
+  """Suggests the most similar word. Returns "; did you mean WORD?", or "" if none is similar.
 
   prefix: text before the word.
   """
@@ -29,7 +29,7 @@ def did_you_mean(word: str, words: Iterable[str], prefix: str = "") -> str:
 
 
 def near_path(path: str, suffix: str = "") -> str:
-  """Suggests the most similar path of a directory, or "".
+  """Suggests a similar path of the same directory, like `did_you_mean`.
 
   suffix: end of every suggested path.
   """

@@ -61,13 +61,12 @@ def describe_error(error: BaseException, name: str) -> str:
 
 
 def place(name: str, error: BaseException | None = None) -> str:
-  """Returns the line of a user's function.
-
-  For example " (my.py, line 3)"; "" if it is unknown.
+  """Locates a user's function. Returns, for example, " (my.py, line 3)"; "" if it is unknown.
 
   Args:
     name: `package.module:function`.
-    error: if set, the innermost line of the user's module in its traceback is the place.
+    error: exception from the function, to return its innermost line in the user's module. None, or
+      an exception without such a line, means the function's first line.
   """
   module, _, function = name.partition(":")
   file = getattr(sys.modules.get(module), "__file__", None)
