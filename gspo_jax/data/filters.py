@@ -35,7 +35,7 @@ class Condition:
 
   - Two numbers are compared as numbers.
   - A number and a text with one number, such as `Level 3` or `12 kyu`, are compared as numbers.
-  - Two dates are compared as dates if both begin with the year.
+  - Two dates of the form 2024-10-01, 2024-10 or 2024/10/01 are compared as dates.
   - Other texts are compared as texts. If two texts have one number each and are otherwise equal,
     their numbers determine their order: `Level 9` is below `Level 10`.
   - `=~` and `!~` search the field for a regular expression, the condition's value.

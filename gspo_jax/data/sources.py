@@ -364,7 +364,7 @@ def fitting(source: Source, tok: tokenizer.Tokenizer, length: int, on_error: str
     on_error: "raise" or "skip"; if "skip", the result counts excluded rows in `skipped`.
 
   Raises:
-    DataError: a row would be excluded and `on_error` is "raise", or a source has no row left.
+    DataError: a checked row is unusable and `on_error` is "raise", or no checked row is usable.
   """
   if isinstance(source, Mixture):
     parts = tuple(fitting(part, tok, length, on_error) for part in source.sources)

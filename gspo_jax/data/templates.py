@@ -27,7 +27,7 @@ def read(directory: epath.Path, config: dict[str, Any]) -> str:
       named templates.
 
   Raises:
-    TokenizerError: there are several templates, and none is named "default".
+    TokenizerError: there are named templates, and none is named "default".
   """
   files = [directory / "chat_template.jinja", *(directory / FOLDER).glob("*.jinja")]
   named = {

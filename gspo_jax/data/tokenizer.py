@@ -144,7 +144,7 @@ class HFTokenizer:
     return {i for i, text in skipped.items() if text.strip("</>") not in tags}
 
   def decode(self, ids: Iterable[int]) -> str:
-    """Decodes `ids`, without special tokens and ids beyond the vocabulary.
+    """Decodes `ids`. Omits special tokens, stop tokens and ids beyond the vocabulary.
 
     Tags (<think>) are decoded even if they are special tokens.
     """

@@ -30,7 +30,7 @@ class Alarms:
     self._best = -float("inf")  # Highest mean reward over WINDOW iterations so far.
     self._range = math.inf, -math.inf  # Smallest and largest reward so far.
     self._idle = 0  # Consecutive iterations with a gradient of 0.
-    self._compared = False  # Whether an earlier row has had an `_outside_range`.
+    self._compared = False  # Whether `_outside_range` had a result for an earlier row.
     self._active: set[str] = set()  # Alarms of the previous row.
     for row in rows:
       self(row)

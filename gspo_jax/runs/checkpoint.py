@@ -1,8 +1,8 @@
 """Checkpoints with Orbax: the training state (arrays) and the host state (JSON).
 
-The host state is a dict with three keys. `position` is the resume point, such as the position in
-the data. `pending` is a metrics row that is not reported yet; None if all rows are. `rows` is the
-number of training rows in metrics.jsonl.
+The host state is a dict with three keys. `position` has the position in the data and, in RL,
+unfinished responses, batches in flight and totals. `pending` is a metrics row that is not reported
+yet; None if all rows are. `rows` is the number of training rows in metrics.jsonl.
 
 Orbax writes to a temporary path, and renames it at the end. So a killed process leaves either a
 whole checkpoint or none. Orbax does not detect a flipped bit in an array. So the JSON of the host

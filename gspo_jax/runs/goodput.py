@@ -30,7 +30,7 @@ class Goodput:
 
   Two shares belong to no stage. `restart` is the time from the last retained row of metrics.jsonl
   to the opening of the resumed run, and thus includes lost work. `wait` is the rest of the
-  wall time, such as reading data or waiting for a sampler on other devices.
+  wall time, such as loading weights or reading data.
   """
 
   def __init__(self, clock: Callable[[], float] = time.time):

@@ -2,8 +2,7 @@
 
 A metric is a plain scalar or a *reduction*, any pytree with `.compute()`. (The reduction of a mean
 has a numerator and a denominator, so merging never takes a mean of means.) Metrics stay on the
-device until the next step is dispatched (`phase.Phase`). Then `compute` fetches all metrics
-together.
+device until the next row is reported (`phase.Phase.report`). Then `compute` fetches them together.
 """
 
 import collections
@@ -47,7 +46,7 @@ class Stopwatch:
   """Measures seconds per stage of a step.
 
   The time of a nested stage counts for the nested stage only. Compilation counts as such a stage,
-  named `compile`. Times are measured on the host, so they exclude asynchronous work of the devices.
+  named `compile`. Times are those of the host. Work of the devices counts if a stage waits for it.
   """
 
   def __init__(

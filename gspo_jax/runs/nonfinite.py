@@ -48,7 +48,7 @@ class NonFiniteError(ArithmeticError):
 class Guard:
   """Checks metrics rows, and keeps the mini-batches of the newest steps for a dump.
 
-  Metrics arrive one step late (`Phase.report`), when further updates have been dispatched. So the
+  Metrics arrive one report late (`Phase.report`), when further updates have been dispatched. So the
   update function itself skips an update with a non-finite loss or gradient (`learner.step`). If
   `on_nonfinite` is "stop", all later updates are skipped too, so the state remains the one before
   the offending mini-batch.

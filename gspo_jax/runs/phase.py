@@ -135,8 +135,8 @@ class Phase:
     Args:
       step: number of finished steps.
       state: training state after `step`.
-      position: returns the resume point after `step`, such as the position in the data, as a dict
-        that JSON can represent.
+      position: returns the host state's `position` after `step` (checkpoint.py), a dict that JSON
+        can represent.
       pending: metrics row of `step`, if its evaluation is not finished yet; else None. A resumed
         run finishes the evaluation and reports this row.
     """

@@ -58,7 +58,7 @@ class Profiler:
     """Counts dispatched steps. If `profile.steps` is above 0, ends the trace after so many steps.
 
     Args:
-      stage: stage of the steps.
+      stage: stage of the steps. Steps of a stage that is not traced are not counted.
       steps: number of dispatched steps.
       result: arrays of the last step. The trace's end waits until they are computed. None means
         that it waits for nothing.

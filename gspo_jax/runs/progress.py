@@ -54,7 +54,7 @@ class Progress(contextlib.AbstractContextManager):
     self._stream = sys.stderr if stream is None else stream
     self._accuracy: float | None = None
     self._named = False  # Whether `beat` has named the work before the first step.
-    # Step and time of the first update in this process. Earlier time includes compilation.
+    # Step and time of the first call of `update`. Earlier time includes compilation.
     self._first: tuple[int, float] | None = None
     self._active, self._bar = active, None
     if active and self._stream.isatty():
@@ -91,9 +91,9 @@ class Progress(contextlib.AbstractContextManager):
       self._due, self._printed = clock + self._interval, True
 
   def wait(self) -> None:
-    """Shows the elapsed time, in a thread, until the first step ends.
+    """Shows the elapsed time every `interval` seconds until the first step ends.
 
-    If no steps are left, shows that the phase is finished, without a thread.
+    A thread does so; this method returns at once. If no steps are left, shows that instead.
     """
     if not self._active:
       return

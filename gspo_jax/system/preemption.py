@@ -71,6 +71,7 @@ class _Watch:
     return stops.code(self.first or signal.SIGTERM)
 
   def handle(self, number: int) -> None:
+    """Handles a signal. Ctrl-C after an earlier signal ends the process at once."""
     if self.first is not None and number == signal.SIGINT:
       self.end(number, "ended at once")
     if self.first is None:

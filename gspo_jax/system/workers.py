@@ -65,7 +65,7 @@ class Workers:
     self._hanging: list[threading.Thread] = []
 
   def submit(self, function: Callable, *arguments: Any, limit_s: float) -> Call:
-    """Queues a call. `limit_s` is its time limit in seconds. Fails the call if too many hang."""
+    """Queues a call with `limit_s` seconds. The call fails at once if MOST_HANGING calls hang."""
     call = Call(function, arguments, limit_s)
     self._hanging = [thread for thread in self._hanging if thread.is_alive()]
     if len(self._hanging) >= MOST_HANGING:
