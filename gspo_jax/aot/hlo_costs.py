@@ -177,10 +177,13 @@ def overlapped(
   # Names of collectives between start and end, by starting instruction or by channel.
   pending: dict[str | None, str] = {}
 
-  def start(waiting: str | None, name: str, sent: Sequence[Sent | None]) -> None:
+  def start(
+    waiting: str | None, name: str, sent: Sequence[Sent | None] = (), received: float = 0.0
+  ) -> None:
     pending[waiting] = name
     ring = sum(x.ring for x in sent if x)
-    time[name] = remaining[name] = ring / chip.ring_speed if chip and ring else 1.0
+    duration = chip and ring / chip.ring_speed + received * chip.devices / chip.network
+    time[name] = remaining[name] = duration or 1.0
 
   for instruction in body:
     name, inner = instruction.name, carried(instruction)
@@ -190,7 +193,7 @@ def overlapped(
     elif instruction.op.endswith("-done"):
       pending = {key: x for key, x in pending.items() if x not in instruction.operands}
     elif instruction.op == "recv":
-      start(name, name, [])
+      start(name, name, received=network_bytes(instruction))
     elif inner and name.startswith(START):
       start(channel, name, [sent_for(instruction, torus)])
     elif instruction.op.endswith("-start"):

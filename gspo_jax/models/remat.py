@@ -106,6 +106,8 @@ def saved_bytes(config: ModelConfig, policy: str, itemsize: int) -> float:
   if policy in ("dots", "both"):
     whole = config.num_layers * 2 - moe_layers  # Outputs of attention and of dense feed-forwards.
     bytes_ += whole * config.hidden_size * itemsize + moe_layers * config.num_experts * 4
+    if config.router.shared_gate:  # The shared experts' output, and its gate.
+      bytes_ += moe_layers * (config.hidden_size + 1) * itemsize
   return bytes_
 
 

@@ -166,6 +166,10 @@ def test_what_is_sent_to_other_slices(kind, rows, times, hidden):
   assert costs.network_hidden == (costs.network if hidden else 0)
   assert costs.memory == array + rows * 256 * 4 + (2 * array if hidden else 0)
   assert costs.wire == 0  # the links of a slice have no part in it
+  chip = accelerators.CHIPS["v5p"]
+  costs = hlo_costs.costs(text.replace("MIDDLE", middle), chip=chip)
+  share = (2 * array / chip.hbm_speed) / (times * array / chip.network)
+  assert costs.network_hidden == pytest.approx(costs.network * share if hidden else 0)
 
 
 FUSED = """HloModule jit_f, is_scheduled=true

@@ -110,22 +110,28 @@ HYBRID = dataclasses.replace(
   num_layers=4,
   linear=LinearConfig(pattern=2, key_heads=2, value_heads=6, key_dim=8, value_dim=24),
 )
+SHARED = dataclasses.replace(
+  CONFIG, router=dataclasses.replace(CONFIG.router, shared_width=16, shared_gate=True)
+)
 
 
+@pytest.mark.parametrize(
+  "config", [HYBRID, SHARED], ids=["linear attention", "gated shared expert"]
+)
 @pytest.mark.parametrize("remat", ["attention", "dots", "both"])
-def test_so_it_is_with_layers_of_linear_attention(remat):
-  tokens = transformer.example_tokens(HYBRID, B, T)
-  params = jax.eval_shape(lambda: transformer.init(HYBRID, jax.random.key(0)))
+def test_so_it_is_with_other_layers(remat, config):
+  tokens = transformer.example_tokens(config, B, T)
+  params = jax.eval_shape(lambda: transformer.init(config, jax.random.key(0)))
 
   def saved(policy):
     def hidden(params):
       compute = dataclasses.replace(REFERENCE, remat=policy, attention="blockwise")
-      return transformer.forward(params, HYBRID, tokens, compute=compute).hidden_BTD
+      return transformer.forward(params, config, tokens, compute=compute).hidden_BTD
 
     arrays = jax.tree.leaves(jax.eval_shape(lambda params: jax.vjp(hidden, params)[1], params))
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
 
-  expected = B * T * remat_policies.saved_bytes(HYBRID, remat, 4)
+  expected = B * T * remat_policies.saved_bytes(config, remat, 4)
   assert saved(remat) - saved("full") == expected
 
 

@@ -165,7 +165,7 @@ def _pieces(experts_Xk: jax.Array, num_local: int) -> tuple[Pieces, int]:
   A = experts_Xk.size
   expert_A = experts_Xk.reshape(A)
   R = min(A, math.ceil(SLACK * A / sharding.axis_size("expert")))
-  R = -(-R // 512) * 512 if R > 512 else max(8, 1 << (R - 1).bit_length())
+  R = -(-R // 512) * 512 if R > 512 else max(16, 1 << (R - 1).bit_length())
   count_E = jnp.sum(expert_A[:, None] == jnp.arange(num_local)[None], axis=0, dtype=jnp.int32)
   order_A = jnp.argsort(expert_A, stable=True)
   return Pieces(jnp.pad(order_A, (0, -A % R), constant_values=A), jnp.cumsum(count_E)), R

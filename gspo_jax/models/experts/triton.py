@@ -17,7 +17,7 @@ from gspo_jax import sharding
 
 # Maximum sizes of a tile: rows of `product`, other axes of a result, and the axis summed over.
 ROWS, WIDTH, INNER = 128, 128, 64
-LEAST = 16  # Minimum size of a tile, except in rows: for few assignments, a tile has 8 rows.
+LEAST = 16  # Minimum size of a tile.
 
 
 def supports(*widths: int) -> bool:

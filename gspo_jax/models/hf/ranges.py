@@ -97,6 +97,8 @@ class Tensor:
 
   def __getitem__(self, slices: tuple[slice, ...]) -> np.ndarray:
     dtype, inner = np.dtype(DTYPES[self.dtype]), self.shape[1:]
+    if not self.shape:  # A scalar has no axis to slice.
+      return np.frombuffer(self.read(self.start, self.start + dtype.itemsize), dtype).reshape(())
     row = math.prod(inner) * dtype.itemsize
     rows = range(*slices[0].indices(self.shape[0]))
     content = self.read(self.start + rows.start * row, self.start + rows.stop * row)

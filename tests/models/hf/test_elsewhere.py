@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from models.hf.test_convert import DAMAGED, MOE, TIED, assert_same, fuse_experts, saved
 from models.hf.test_convert import edit_tensors as edited
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from support import fake_hub
 from support.command_line import on_two_processes
 
 from gspo_jax import sharding
 from gspo_jax.models import hf, transformer
 from gspo_jax.models.hf import architectures, convert
+from gspo_jax.models.hf.ranges import RangedFile
 from gspo_jax.settings import sizes
 from gspo_jax.settings.mesh import MeshConfig
 
@@ -152,6 +153,14 @@ def test_numbers_of_all_types(tmp_path, monkeypatch):
   local = hf.load(tmp_path / "bucket/model")[0]
   fake_hub.bucket(monkeypatch, tmp_path)
   assert_same(hf.load("gs://bucket/model")[0], local)
+
+
+def test_a_scalar_has_no_rows(tmp_path):
+  save_file({"scale": np.array(2.5, np.float32), "bias": np.arange(3)}, tmp_path / "file")
+  content = (tmp_path / "file").read_bytes()
+  file = RangedFile(len(content), lambda start, stop: content[start:stop])
+  value = file.get_slice("scale")[()]
+  assert value.shape == () and value == 2.5
 
 
 @pytest.mark.parametrize("mesh_sizes", [(1, 8, 1, 1), (2, 2, 1, 2), (1, 1, 8, 1)])
