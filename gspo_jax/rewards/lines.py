@@ -47,7 +47,7 @@ def line_verifier(module: Any, name: str) -> RightLines:
 def line_verdicts(
   right_lines: RightLines, responses: Sequence[str], answers: Sequence[str]
 ) -> list[Sequence[bool] | Failure]:
-  """Verifies each response's lines. A response on which `right_lines` raises has a `Failure`."""
+  """Verifies each response's lines. If `right_lines` raises, the response has a `pool.Failure`."""
   results = []
   for response, answer in zip(responses, answers, strict=True):
     try:
@@ -73,7 +73,7 @@ def rewards(
 
   Args:
     config: section `reward`: partial credit and noise rates.
-    verdicts_BU: result of `line_verdicts`. After a failure, all lines have the reward 0.
+    verdicts_BU: result of `line_verdicts`. After a failure, no line counts as right.
     responses: texts of the responses.
     answers: gold answers.
     correct_B: 1 for responses that the verifier accepts as a whole, 0 otherwise.
@@ -104,7 +104,7 @@ def rewards(
 
 
 def _chances(texts: Sequence[str], start: str) -> np.ndarray:
-  """Returns a number in [0, 1) for each line: a hash of `start` and all lines up to this line."""
+  """Returns a number in [0, 1) for each line: a hash of `start` and the text to the line's end."""
   digest, chances = hashlib.sha256(start.encode("utf-8", "surrogatepass")), []
   for text in texts:
     digest.update(f"{text}\n".encode("utf-8", "surrogatepass"))

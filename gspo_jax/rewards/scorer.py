@@ -54,8 +54,8 @@ class Prompt(Protocol):
 # Function of B responses, their prompts, and B bools, which are False for truncated responses. The
 # function returns B outcomes, and either B values or None. None means that a response's value is 1
 # if the outcome is "right", and 0 otherwise. A response with a verdict is right if the outcome is
-# "right", or if its value is at least `reward.right_from` (1 if this key is unset). An outcome
-# without a verdict may be a `pool.Failure`, which has a reason.
+# "right", or if its returned value is at least `reward.right_from` (1 if this key is unset). An
+# outcome without a verdict may be a `pool.Failure`, which has a reason.
 Verify = Callable[
   [Sequence[str], Sequence[Prompt], Sequence[bool]], tuple[Sequence[str], Sequence[float] | None]
 ]
@@ -169,7 +169,7 @@ def check_lines(config: RewardConfig) -> None:
 
 
 def answer_check(name: str) -> Callable[[str], None] | None:
-  """Returns a verifier's `check_answer`; None for a verifier without this function."""
+  """Returns a verifier's `check_answer`. Returns None for "", and without this function."""
   return getattr(_verifier(name), "check_answer", None) if name else None
 
 

@@ -7,7 +7,7 @@ The reward of a response is
 where v is the verifier's value, with noise. F is 1 if the response has the required format, else 0.
 L is the penalty for overlong responses, from -1 to 0. Noise makes verdicts wrong at a configured
 rate, as if the verifier were unreliable. A response is right if the verifier's outcome is "right",
-or if the verifier's value before noise is at least `reward.right_from`.
+or if the verifier returns a value of at least `reward.right_from`. Noise does not change this.
 """
 
 import hashlib
@@ -76,8 +76,8 @@ def flipped(
 ) -> np.ndarray:
   """Chooses verdicts to flip, bool [B].
 
-  Chance depends on the gold answer and the response's text alone. So equal responses to a prompt
-  have equal verdicts. The errors of a real verifier repeat in the same way.
+  The choice depends on the gold answer, the response's text and its verdict alone. So equal
+  responses to a prompt have equal verdicts. The errors of a real verifier repeat in the same way.
 
   Args:
     correct_B: whether each response is right.
@@ -103,7 +103,7 @@ def extremes(value_B: np.ndarray, right_from: float) -> tuple[float, float]:
   below `right_from`. The second value is the largest of `right_from` and all values.
 
   Args:
-    value_B: values of the batch's responses, except those whose verifier failed.
+    value_B: values of the batch's responses with a verdict.
     right_from: smallest value of a right response.
   """
   low = float(np.min(value_B, initial=0.0))

@@ -78,7 +78,7 @@ class Signals:
     tokens: Sequence[np.ndarray],
     stopped: Sequence[bool],
   ) -> Sequence[float] | np.ndarray:
-    """Measures a signal of the responses without a verifier."""
+    """Measures a signal without a verifier, such as the length."""
     if entry.signal == "truncated":
       return ~np.asarray(stopped, bool)
     if entry.signal == "format":

@@ -20,7 +20,7 @@ def checksum(name: str) -> str:
     name: `package.module:function`.
 
   Returns:
-    Eight hexadecimal digits; "" for a name without a colon, or if the module's file cannot be read.
+    Eight hexadecimal digits; "" for a name without a colon, or for a module without readable file.
   """
   module, colon, _ = name.partition(":")
   if not colon:
@@ -29,7 +29,7 @@ def checksum(name: str) -> str:
     spec = importlib.util.find_spec(module)
     is_package = spec.submodule_search_locations is not None
     sources = _read_local(module, Path(spec.origin).parents[module.count(".") + is_package])
-  except (ImportError, AttributeError, TypeError, ValueError, OSError):  # It has no file.
+  except (ImportError, AttributeError, TypeError, ValueError, OSError):  # There is no file.
     return ""
   value = 0
   for module, source in sorted(sources.items()):

@@ -2,7 +2,7 @@
 
 python -m gspo_jax.tasks arithmetic:train --first=0 --rows=64 >> sums.jsonl
 
-The problems of a split have a fixed random order. --first and --rows choose a range of it.
+The problems of a split have a fixed random order. --first and --rows choose a range of this order.
 """
 
 import json
@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> None:
   parser.add_argument("--rows", type=int, default=64, help="number of rows to write")
   parser.add_argument("--digits", type=int, default=3, help="digits of an operand of arithmetic")
   parser.add_argument(
-    "--lines", default="8,16,32", help="recurrence: lines of a response; one number per problem"
+    "--lines", default="8,16,32", help="recurrence: lengths of responses in lines, with commas"
   )
   flags = parser.parse_args(argv)
   name, _, split = flags.source.partition(":")

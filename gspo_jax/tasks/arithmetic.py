@@ -26,7 +26,7 @@ _ANSWER = re.compile(r"\s*([+-]?\d{1,100})\s*")
 
 
 def problems(split: str, digits: int) -> Problems:
-  """Returns the sums of two numbers of `digits` digits in a split.
+  """Returns a split's sums of two numbers of `digits` digits.
 
   If 12+34 is in the held-out split, so is 34+12.
 

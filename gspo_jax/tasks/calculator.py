@@ -33,7 +33,7 @@ _QUESTION = re.compile(r"\[(\d{1,6})([+*-])(\d{1,6})\]")
 
 
 def problems(split: str, digits: int) -> Problems:
-  """Returns the problems a*b+c of three numbers of `digits` digits in a split.
+  """Returns a split's problems a*b+c of three numbers of `digits` digits.
 
   If 37*58+46 is in the held-out split, so is 58*37+46.
 

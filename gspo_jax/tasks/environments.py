@@ -31,7 +31,7 @@ class Factory:
 
 
 def time_limit(make: Make | None) -> float:
-  """Returns the time limit of each call of `make`'s environments, in seconds."""
+  """Returns the time limit of an environment's calls in seconds, TIME_LIMIT_S if none is set."""
   return getattr(make, "time_limit_s", TIME_LIMIT_S)
 
 

@@ -4,8 +4,8 @@ A problem is a few sentences with numbers, and a question. Some numbers may be i
 response is an expression for the answer, such as `(24 - 6) / 3`. The verifier of mathematics
 compares it with the answer (reward.name=math). Demonstrations are always right.
 
-The two splits have different templates of sentences, so an evaluation has no sentence from
-training. Each operation occurs in both splits.
+The two splits have different templates of problems, but may share single sentences. Each operation
+occurs in both splits.
 """
 
 import random

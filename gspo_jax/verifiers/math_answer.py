@@ -192,7 +192,7 @@ class MathVerifier(contextlib.AbstractContextManager):
     Whether a gold answer can be parsed is cached.
     """
     new = [answer for answer in dict.fromkeys(answers) if answer not in self._readable]
-    # If `quick_judge` can compare the gold answer with "0", it is a plain number, and readable.
+    # A gold answer that `quick_judge` can compare with "0" is a plain number, and readable.
     slow = [answer for answer in new if quick_judge("0", answer) is None]
     readable = dict.fromkeys(new, True) | dict(zip(slow, self._pool.map([[None, a] for a in slow])))
     self._readable |= {a: r for a, r in readable.items() if not isinstance(r, pool.Failure)}
@@ -213,8 +213,8 @@ def _gold(answer: str) -> str:
   r"""Returns the answer in a gold solution.
 
   If there is a box, the answer is its content, or the text after `\boxed{` if the brace is never
-  closed. A text without a box is the answer as a whole. But a text without a box that is longer
-  than `MAX_ANSWER` is read like a response.
+  closed. A text without a box is the answer as a whole. If longer than `MAX_ANSWER`, this text is
+  read like a response.
   """
   if not BOX.search(answer):
     return (extract(answer) or answer) if len(answer) > MAX_ANSWER else answer

@@ -156,8 +156,8 @@ class Pool(contextlib.AbstractContextManager):
         return results
       time_s = time.monotonic()
       connection.wait([w.pipe for w in busy], max(0.0, min(w.deadline for w in busy) - time_s))
-      # This time is taken before the reads. Otherwise a result could arrive in time, after its own
-      # read, and count as late.
+      # This time is taken before the reads. Otherwise, a result could arrive after its read, but
+      # before the deadline, and count as late.
       time_s = time.monotonic()
       for worker in busy:
         message = worker.receive()
@@ -296,8 +296,8 @@ def _serve(descriptor: int, function: str, memory_bytes: int) -> None:
     while True:
       time_limit_s, item = json.loads(pipe.recv_bytes())
       # If the pool's process died, it cannot kill this one. SIGALRM then kills this process, since
-      # the signal has no handler. RLIMIT_CPU would not do: it counts the seconds of all threads.
-      # Child processes inherit it, even those of a user's function that serve later items.
+      # the signal has no handler. RLIMIT_CPU would not do: it counts the seconds of all threads. A
+      # child process of a user's function inherits this limit, and could reach it in later items.
       signal.setitimer(signal.ITIMER_REAL, time_limit_s + GRACE_S)
       try:
         message = {"value": getattr(importlib.import_module(module), name)(item)}

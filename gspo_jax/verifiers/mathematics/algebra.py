@@ -151,7 +151,7 @@ def _same_value(a, b) -> bool:
 def _is_zero(value) -> bool:
   """Whether a number is 0.
 
-  A number is 0 only if SymPy proves it, unless the size is clearly above 1e-300.
+  A number clearly above 1e-300 in size is not 0. Any other number is 0 only if SymPy proves it.
   """
   size = sp.Abs(value).evalf(15, maxn=800)
   if size.is_Float and size > sp.Float(10) ** -300 and size._prec > 1:
@@ -162,7 +162,7 @@ def _is_zero(value) -> bool:
 def _same_at_points(a, b, symbols) -> bool:
   """Whether two expressions agree at all suitable points that are tried.
 
-  There must be two suitable points. A point is suitable if all arguments of roots and logarithms
+  At least two points must be suitable. A point is suitable if all arguments of roots and logarithms
   are positive, and both values are defined and finite.
   """
   count, integers = 0, _exponents(a) | _exponents(b)

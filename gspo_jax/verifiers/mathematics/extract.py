@@ -11,7 +11,7 @@ from gspo_jax.verifiers import string_match, thought
 from gspo_jax.verifiers.mathematics import quantity, spelling, units
 from gspo_jax.verifiers.mathematics.spelling import DENIAL, FORMULA, TEXT, inside, plain, trim
 
-TAIL = 2000  # Only so many last characters are searched: of the text, or of the text after a box.
+TAIL = 2000  # Number of last characters to search, of the text or of the text after the last box.
 _MAX_MATCHES = 16  # Maximum number of boxes or markers to examine, from the end.
 BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![a-zA-Z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -380,8 +380,8 @@ def _is_listing(gap: str) -> bool:
 def _argument(text: str, start: int) -> tuple[int, str | None]:
   """Returns the end and content of a box's argument.
 
-  The argument is in braces, or a single word. The content is None if it is empty, longer than
-  `MAX_ANSWER`, or not closed by a brace.
+  The argument is in braces, or a single word. The content is None if it is empty, or if a brace
+  is not closed within `MAX_ANSWER` characters.
   """
   if not text.startswith("{", start):
     word = re.match(r"[^\s{}$]+", text[start : start + spelling.MAX_ANSWER])

@@ -97,7 +97,7 @@ def _has_argument(name: str, inside: list[Token]) -> bool:
 
 
 def _content(name: str, inside: list[Token]) -> list[Token]:
-  """Returns the simplified tokens of an environment. Returns [] for one to leave unchanged."""
+  """Returns the simplified tokens of an environment. Returns [] if it stays unchanged."""
   rows = [row for row in cuts.cut(inside, "\\\\")[1] if any(t.kind != "separator" for t in row)]
   if name in _CASES:
     if any(map(_piece, rows)):

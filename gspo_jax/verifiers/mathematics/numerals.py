@@ -30,8 +30,8 @@ _LARGEST = 10**15  # Every word of a numeral has a value below this bound.
 def to_digits(text: str) -> str:
   """Converts a number in words to digits, for example "12 hundred fifty" to 1250.
 
-  Returns the text unchanged if it does not begin with a number in words, or if more than a unit
-  follows the number.
+  Returns other text unchanged, and text with more than a unit after the number. `units` reads
+  "5 hundred", so this text is unchanged, too.
   """
   bare = TEXT.sub(r" \1 ", text)
   start = _SIGN.match(bare)

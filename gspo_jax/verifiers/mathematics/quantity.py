@@ -79,11 +79,11 @@ def read(text: str, letters: bool = False) -> Quantity | None:
 def same(gold: Quantity, ours: Quantity) -> bool | None:
   r"""Compares quantities. Returns None if SymPy must decide.
 
-  Units are converted, so 1 km agrees with 1000 m. If one quantity has no unit, its unit is taken to
-  be in the question. 50\% agrees with 0.5, and with 50 as the answer to "how many percent". But
-  0.5\% does not agree with 0.5. The response "7 dozen" agrees with the gold answers 84 and 7, since
-  the question may be "how many dozen". SymPy must decide if one is in degrees, and the other is in
-  radians or is another number without a unit.
+  Units are converted, so 1 km agrees with 1000 m. A missing unit is taken to be the other's, named
+  in the question. 50\% agrees with 0.5, and with 50 as the answer to "how many percent". But 0.5\%
+  does not agree with 0.5. The response "7 dozen" agrees with the gold answers 84 and 7, since the
+  question may be "how many dozen". SymPy must decide if one quantity is in degrees, and the other
+  is in radians or is a different number without a unit.
   """
   if ours.count is not None and gold.unit is None is gold.count and ours.count == gold.value:
     return True

@@ -123,7 +123,7 @@ class _Structure:
 
   def condition(self, tokens: list[Token]):
     """Parses the condition of a piece: a set of numbers or a relation, else words."""
-    if len(tokens) == 1 and re.search("[<>=≤≥]|\\\\[lg]e", tokens[0].text):  # In \\text{}.
+    if len(tokens) == 1 and re.search("[<>=≤≥]|\\\\[lg]e", tokens[0].text):  # In \text{}.
       tokens = tokenise(tokens[0].text)
     outside = any(t.text == "notin" for t in tokens)
     plain = [dataclasses.replace(t, text="in") if t.text == "notin" else t for t in tokens]

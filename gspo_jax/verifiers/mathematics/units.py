@@ -165,7 +165,7 @@ def multiplier(word: str) -> F | None:
 def parse(text: str, currency: str = "", typeset: bool = False) -> tuple[F, Unit | None] | None:
   """Parses the words after a number to (factor, unit). Returns None for other words.
 
-  The unit is None if the words are multipliers alone. A counted thing is a plural after a space.
+  Without words other than multipliers, the unit is None. A counted thing is a plural after a space.
   After "per", any word of three or more letters that is no unit is a counted thing, unless
   `_CLOSED` or `_PART` excludes it.
 

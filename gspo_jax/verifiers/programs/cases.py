@@ -118,7 +118,7 @@ def _parse_code(code: str, name: str) -> ast.Module:
 
 
 def standalone(preamble: str) -> str:
-  """Adds the body `pass` to a preamble that ends with a function's head."""
+  """Adds the body `pass` to a preamble if its function has no body."""
   try:
     ast.parse(preamble)
   except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -231,7 +231,7 @@ def extract(response: str, fences: bool = True) -> str | None:
     since base models complete functions without fences.
   """
   text = thought.after(response)
-  blocks, block, mark, opening, indent = {}, None, "", "", 0  # `blocks`: the last by language.
+  blocks, block, mark, opening, indent = {}, None, "", "", 0  # `blocks`: last one by language.
   for line in text.split("\n"):
     fence, label = _fence(line)
     if fence and block is None:
@@ -316,7 +316,7 @@ def _same_word(ours: str, gold: str, tolerance: decimal.Decimal) -> bool:
 
 
 def most_bytes(expected: Any) -> int:
-  """Returns the maximum bytes of an output that may equal `expected`, in any spelling."""
+  """Returns the maximum bytes of an output, with ample room for other spellings of `expected`."""
   text = expected if isinstance(expected, str) else json.dumps(wire.encode(expected))
   return (1 << 20) + 16 * len(text)
 
@@ -377,7 +377,7 @@ def _same(value: Any, expected: Any, rule: _Rule) -> bool:
 
 
 def _same_pairs(pairs: list, expected: dict[str, Any], rule: _Rule) -> bool:
-  """Whether pairs (key, value) equal the items of `expected`, with texts as keys."""
+  """Whether pairs (key, value) equal the items of `expected`, whose keys are texts."""
   if len(pairs) != len(expected):
     return False
   missing = set(expected)

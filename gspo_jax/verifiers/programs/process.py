@@ -1,7 +1,7 @@
 """Starts, uses and ends sandboxes, and tests whether this machine allows them.
 
-This module runs in the verifier's process. The code of the sandbox is in sandbox/, and runs in an
-interpreter without the verifier's packages and environment variables.
+This module runs in the verifier's process. The code of the sandbox is in sandbox/. Its interpreter
+starts without installed packages and without the verifier's environment variables.
 """
 
 import contextlib
@@ -135,7 +135,7 @@ class Sandbox(contextlib.AbstractContextManager):
     """Waits for the running test, and returns its report (`runner._run`).
 
     Raises:
-      SandboxError: the sandbox died, or its report is `START_LIMIT_S` late.
+      SandboxError: the sandbox died, or its report is `START_LIMIT_S` seconds late.
     """
     return self._receive(self._limits.wall_s + START_LIMIT_S)
 
@@ -208,7 +208,7 @@ def _packages() -> list[str]:
 
 
 def choose_isolation(setting: str) -> str:
-  """Returns the isolation for a setting, after running a trial program with it.
+  """Runs a trial program with a setting's isolation, and returns the isolation.
 
   setting: value of reward.isolation. "auto" means "namespaces", and never falls back to "none".
 

@@ -3,12 +3,12 @@
 Each candidate program has a separate sandbox (sandbox/isolation.py), and each test has a separate
 process in the sandbox. The sandbox sends the printed text, or the returned value as JSON. This
 process compares the text or value with the expected output, in linear time and memory (cases.py).
-So the sandbox never has the expected output. After the program's end it is told only how long the
-output may be, which depends on the expected output.
+So the sandbox never has the expected output. Only the maximum length of a reported output depends
+on the expected output. The sandbox reads this maximum after the program's end.
 
 Assertions in Python (HumanEval's `check(candidate)`) run in a second sandbox. There `candidate` is
 a stub, which sends its arguments to the program's sandbox and receives the value. So no code of the
-candidate shares a process with an assertion. The candidate cannot make an assertion pass by ending
+program shares a process with an assertion. The program cannot make an assertion pass by ending
 early, by patching builtins or by forging messages.
 """
 

@@ -2,8 +2,8 @@
 
 No code of the candidate program is in this process. The assertions call a stub, which sends its
 arguments over a channel, and receives a value or the name of an exception. So a candidate can only
-return or raise. Some answers might pass the assertions by accident or design. After one of these
-answers the assertions have failed, even if the tests catch the exception:
+return or raise. Some answers might pass the assertions by accident or design. Each of these answers
+ends the assertions without success, even if the tests catch exceptions:
 
 - StopIteration: `all(map(candidate, cases))` would take it for the end of the cases.
 - NaN and infinity, unless the tests mention them: NaN passes `not abs(x - y) > 1e-6`, and infinity
@@ -88,8 +88,8 @@ class _Candidate:
   def _raise(self, name: str) -> None:
     """Raises the function's exception, since tests may expect one.
 
-    name: name of a builtin exception. A subclass of it is raised, by which `check` recognises that
-      the function and not the tests raised the exception.
+    name: name of a builtin exception. The raised exception is also a `_CandidateError`, by which
+      `check` distinguishes it from exceptions of the tests.
     """
     kind = getattr(builtins, name, Exception)
     if not (isinstance(kind, type) and issubclass(kind, Exception)):

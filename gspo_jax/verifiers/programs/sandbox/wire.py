@@ -1,7 +1,7 @@
 """Messages between the verifier and a sandbox, and encoding of values as data.
 
-The values of a candidate program are sent as JSON of builtin containers, strings and numbers. So
-comparing them calls no method that the program defines. `decode` runs in sandboxes only: a program
+The values of a candidate program are sent as JSON of builtin containers, strings and numbers. So a
+comparison calls no method of the program. `decode` runs in sandboxes only: a program
 may choose keys of sets and dicts with colliding hashes, to make `decode` take quadratic time.
 """
 
