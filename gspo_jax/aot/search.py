@@ -228,8 +228,8 @@ def find(
 def updates(case: Case, devices: int, slices: int = 1) -> Lists:
   """Returns lists of candidates for updates.
 
-  The first list is the configuration itself. Each further list changes one aspect: options of XLA
-  and prefetched experts, mesh and micro-batches, remat policy, or chunk sizes.
+  The first list is the configuration itself. Each further list changes one aspect: XLA's
+  options with prefetching, mesh with micro-batches, remat policy, or chunk sizes.
 
   devices: number of devices over all slices.
   """
@@ -275,7 +275,7 @@ def sampling(case: Case, shards: int) -> Lists:
   The first list is the configuration itself, the second has layouts, and the third has values of
   engine.prefill_tokens. A layout is a number of slots, a cache size and, if the model has experts,
   a value of mesh.rollout_experts. The number of slots doubles from one per shard to at most one
-  per response. The cache has a full window per slot or, unless engine.cache is "dense", the size
+  per response. Cache sizes are a full window per slot and, unless engine.cache is "dense",
   `Case.pool`.
 
   shards: number of parts into which the mesh splits the slots.

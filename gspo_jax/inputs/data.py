@@ -102,8 +102,8 @@ def _read_demonstrations(
 ) -> Sequence[Prompt]:
   """Selects demonstrations within `sft.max_tokens`.
 
-  Empty demonstrations are excluded, too. Raises DataError as `sources.fitting` does, and if fewer
-  than two fit and `sft.target_loss` is set.
+  Empty demonstrations are excluded, too. Raises DataError as `sources.fitting` does, or if
+  `sft.target_loss` is set and fewer than two fit.
   """
   fitting = sources.fitting(prompts, tok, sft.max_tokens, on_error)
   if sft.target_loss and len(fitting) < 2:
@@ -156,7 +156,7 @@ def try_environment(
   )
   if gold.failure and empty.failure:
     raise ValueError(
-      f"environment.name={config.environment.name!r} fails on problem {prompt.id}: its step with "
+      f"environment.name={config.environment.name!r} fails on problem {prompt.id}: step() with "
       f"the gold answer {gold.failure}; with an empty turn it {empty.failure}"
     )
   return Trial(trials[0].prompt, (gold, empty))

@@ -42,7 +42,7 @@ class Work:
   def executed(self, remat: str) -> float:
     """Returns the FLOPs of forward and backward pass with recomputation.
 
-    The head recomputes its logits. Products of experts with gate and up count as recomputed,
+    The head recomputes its logits. The experts' gate and up products count as recomputed,
     although `apply_triton` may save them. Attention has two products in the forward pass and five
     in the backward pass, together 3.5 times the forward pass. Linear attention always recomputes
     its chunks in the backward pass. Every policy but "none" recomputes them twice, since their
@@ -65,7 +65,7 @@ def work(
   heads: int = 0,
   decoding: bool = False,
 ) -> Work:
-  """Returns the work of the last `queries` of `keys` tokens in each sequence.
+  """Returns the work of each sequence's last `queries` tokens, out of `keys`.
 
   heads: number of positions with logits, over all sequences. 0 means all queries.
   decoding: whether each query has a separate forward pass. If so, linear attention has no chunks.

@@ -1,9 +1,9 @@
 """Groups: a prompt with its trajectories, which are in flight, finished or scored.
 
 The verdict on a response is its score, and whether it is right. A response without a verdict is
-unknown: sampling, the verifier, a signal or the environment failed, or the response is blank and
-only pads its group. `Group.unknown` has the reason. Unknown responses are excluded from statistics
-of rewards, and have no advantage from rewards.
+unknown: sampling, the verifier, a further reward or the environment failed, or the response is
+blank and only pads its group. `Group.unknown` has the reason. Unknown responses are excluded from
+statistics of rewards, and have no advantage from rewards.
 """
 
 import dataclasses
@@ -150,7 +150,7 @@ def filled(group: Group, size: int, prompt: Sequence[int] = (), reason: str = NO
   A blank response has no sampled tokens and no verdict.
 
   Args:
-    prompt: prompt tokens of blank responses. If empty, the rows of blank responses are padding.
+    prompt: prompt tokens of blank responses. If empty, their rows have no tokens at all.
     reason: reason of the missing verdict.
   """
   blanks, no_tokens = range(len(group.trajectories), size), np.zeros(0, np.int32)

@@ -61,8 +61,8 @@ class RopeConfig:
   )
   truncate: bool = key(
     True,
-    "rule yarn: whether the bounds of beta_fast and beta_slow are rounded to whole indices of "
-    "frequencies",
+    "rule yarn: whether the frequency indices of beta_fast and beta_slow are rounded to whole "
+    "numbers",
   )
   share: ranges.PositiveFraction = key(1.0, "share of a head's dimensions that are rotated")
   local: bool = key(False, "True: the rule also scales frequencies of local layers")

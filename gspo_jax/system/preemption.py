@@ -194,9 +194,9 @@ def describe_resume(describe: Callable[[], str]) -> None:
 
 
 def check_alone() -> None:
-  """Calls `check`, unless other processes must call it too.
+  """Calls `check` if no other process must call it too.
 
-  They need not if there is only one process, or if this thread has a separate check (`checked_by`).
+  This is true of a single process, and of a thread with a separate check (`checked_by`).
   """
   if jax.process_count() == 1 or getattr(_thread_check, "check", None):
     check()

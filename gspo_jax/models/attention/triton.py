@@ -23,8 +23,7 @@ PROGRAMS = 512  # Number of programs that fills a GPU.
 def supports(positions: int, width: int) -> bool:
   """Whether the kernel supports a number of cache positions and a width of heads.
 
-  A tile of at least `LEAST` positions must divide the positions. The width must be a power of two
-  and at least `LEAST`.
+  `positions` must be a multiple of `LEAST`. The width must be a power of two and at least `LEAST`.
   """
   return math.gcd(positions, TILE) >= LEAST and width >= LEAST and width.bit_count() == 1
 
@@ -32,7 +31,7 @@ def supports(positions: int, width: int) -> bool:
 def attend(
   q_BNH: jax.Array, k_BKHS: jax.Array, v_BKSH: jax.Array, position_B: jax.Array, scores: Scores
 ) -> jax.Array:
-  """Attends from each row's query to its keys up to `position_B`, [B, N, H]."""
+  """Returns attention, [B, N, H], of each row's query to its keys up to `position_B`."""
   (B, N, H), (K, S) = q_BNH.shape, v_BKSH.shape[1:3]
   n, tile = N // K, math.gcd(S, TILE)
   rows = max(LEAST, 1 << (n - 1).bit_length())
