@@ -78,7 +78,7 @@ class Evaluator:
   # Smallest total reward of a right conversation. None means that a conversation is right if its
   # metric `correct` (`Environment.figures`) is 1 or more.
   right_from: float | None = None
-  # Signals of section `constraints`, which are not measured in conversations. None if there are no
+  # Measures the signals of section `constraints`, except in conversations. None if there are no
   # constraints.
   signals: Signals | None = None
 
@@ -94,8 +94,8 @@ class Evaluator:
       key: result of `self.key` for these weights. An interrupted evaluation with this key is
         resumed.
       step: step of the weights, for the names of result files.
-      alone: whether the process only evaluates. If so, progress begins with the compilation, which
-        a training process has done before.
+      alone: whether the process only evaluates. If so, the elapsed time, compilation included,
+        is shown until the first problems are finished.
 
     Returns:
       Metrics by name, and a record of each response except those of greedy decoding.
@@ -227,8 +227,8 @@ class Evaluator:
       workers=self.environment.workers if multi_turn else 0,
       time_limit_s=time_limit(environment),
     )
-    # Random numbers depend on a sample's number. Problems with equal prompts share one count, so
-    # problems already in the log have groups too: every sample then keeps its number.
+    # PRNG keys depend on sample numbers, and these continue over problems with equal prompts. So
+    # problems already in the log have groups, too. Otherwise numbers of other samples would change.
     groups = new_groups(
       problems,
       sampling_round.samples,

@@ -35,7 +35,7 @@ def adapted(
 ) -> TrainState:
   """Adapts `clip_factor` to an iteration's metrics.
 
-  The factor is unchanged if the iteration's gradients are all 0 or the metric is not finite. If
+  The factor is unchanged if the iteration's gradients are all 0 or `METRIC` is not finite. If
   on_nonfinite="stop", the factor is also unchanged once an update was skipped. If clip ranges are
   fixed (`clip_factor` is None), the state is unchanged. The computation runs on the devices, and no
   value is fetched to the host.

@@ -54,9 +54,9 @@ def critic_advantages(config: CriticConfig, hyperparameters: Mapping[str, float]
   `kl_coef` is not 0, it needs `ref_logp_BT`, too. If `bootstrap` is True, it needs `last_value_B`
   and `cut_off_B`, too. If mini-batches have `turn_BT`, GAE is over turns instead of tokens.
 
-  The metric `value/explained_variance` compares the values with discounted sums of later rewards,
-  Σ_k γ^k r_{t+k}. It does not use the returns of GAE, because these include the values, and the fit
-  would look too good.
+  The metrics `advantage/...` are those before normalisation. The metric `value/explained_variance`
+  compares the values with discounted sums of later rewards, Σ_k γ^k r_{t+k}. The returns of GAE
+  would make the fit look too good, because they include the values.
   """
   names = ("discount", "trace", "kl_coef")
   coefficients = {key: float(hyperparameters.get(key, 0.0)) for key in names}
@@ -94,7 +94,7 @@ def critic_advantages(config: CriticConfig, hyperparameters: Mapping[str, float]
     masks = [batch.mask_BT for batch in batches]
     with_metrics = _moments([batch.advantage_BT for batch in batches], masks)
     row = O.compute(functools.reduce(merge, metrics)) | with_metrics
-    # Values and returns are centred first, since squares of numbers far from 0 would lose digits.
+    # Values and sums are centred first, since squares of numbers far from 0 would lose digits.
     centred = [
       _centre(x, masks)[1] for x in ([b.critic_targets.old_value_BT for b in batches], outcomes)
     ]

@@ -1,7 +1,7 @@
 """Turns a rollout into the mini-batches of an iteration, and maps arrays back to rollout order.
 
-A token is older if it was sampled by weights of another version, from an earlier iteration. A unit
-is a segment of a response (sampling/parts.py). Each unit has its own importance ratio.
+A token is older if weights of an earlier iteration sampled it. A unit is a segment of a response
+(sampling/parts.py). Each unit has its own importance ratio.
 """
 
 import dataclasses
@@ -79,7 +79,7 @@ def shares_prompts(c: RunConfig, rollout: Rollout, older: bool) -> bool:
   In conversations (`environment.name`), the first tokens may differ. In all other runs, only the
   sampler's experts may differ, if different weights prefill one group's prompt. For example, a
   resumed partial rollout prefills again, or servers load new weights in a run with lag.
-  `engine.name` is not read, so a replay of recorded batches (`rl.replay`) makes equal updates.
+  The result does not depend on `engine.name`, so replayed batches (`rl.replay`) give equal updates.
 
   Args:
     older: result of `has_older`.
@@ -117,7 +117,7 @@ def in_teaching_group(scored: Scored, by_token: bool) -> np.ndarray:
 
 
 def has_older(rollout: Rollout, version: int) -> bool:
-  """Whether weights of another version than `version` sampled some of the tokens.
+  """Whether weights of a version other than `version` sampled some of the tokens.
 
   If `rl.lag` is 0, such tokens occur only in resumed partial rollouts, in recorded batches
   (`rl.replay`), and in batches from the checkpoint of a run with lag.
@@ -207,8 +207,8 @@ def train_batch(
     advantage_BL: advantage of each token. None means one advantage per response.
     unit_BL: segment number of each token. None means a loss without segments.
     shared_prompts: whether a group's trajectories begin with the same tokens and experts.
-    version: version of the weights before the updates. Sampler and trainer are compared on tokens
-      of this version only. None means that these weights sampled all tokens.
+    version: version of the weights before the updates. `MetricInputs.current_BT` marks the tokens
+      of this version. None means that these weights sampled all tokens.
     replays_sampler: whether updates replay the sampler's experts (R3), older tokens included.
     mask_truncated: whether the loss excludes truncated responses.
     ages: whether metrics are split by the age of responses. If so, `version` must be set.

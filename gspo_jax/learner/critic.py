@@ -145,9 +145,9 @@ def make_values(
 def loss(
   config: CriticConfig, value_BT: jax.Array, batch: TrainBatch, hyperparameters: Mapping[str, Any]
 ) -> Metrics:
-  """Returns the critic's metrics, one of them its loss.
+  """Returns the critic's metrics, including the critic's loss.
 
-  The metric `LOSS` is the loss: a mean over tokens, with numerator and denominator not yet divided.
+  The metric `LOSS` is this loss: a mean over tokens, with numerator and denominator undivided.
   """
   clip = hyperparameters["clip"] if config.clip else None
   total, metrics = O.value_loss.sums(

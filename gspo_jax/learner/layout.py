@@ -162,8 +162,8 @@ def trees(
     time_1T, shared_B1 = jnp.arange(T, dtype=jnp.int32)[None], jnp.maximum(prompt_B[:, None] - 1, 0)
     # Whether a token is in the trunk, and its position relative to the prompt's last token.
     in_trunk_BT, after_BT = time_1T < shared_B1, time_1T - shared_B1
-    in_branch_BT = trunk + member_B1 * branch + after_BT
-    place_BT = tree_B1 * size + jnp.where(in_trunk_BT, time_1T, in_branch_BT)
+    branch_place_BT = trunk + member_B1 * branch + after_BT
+    place_BT = tree_B1 * size + jnp.where(in_trunk_BT, time_1T, branch_place_BT)
     dropped = rows // G * size
     read_BT = (sequences.segments_RT > 0) & (after_BT < branch)
     place_BT = jnp.where(read_BT, place_BT, dropped)

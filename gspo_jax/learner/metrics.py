@@ -300,7 +300,7 @@ def router_metrics(stats: moe.RouterStats, config: ModelConfig) -> dict[str, Any
   """Returns metrics of the routers, over all layers.
 
   `router/load_balance` is 1 if the load is even (`moe.load_balance`). `router/busiest_expert` is
-  the largest share that one expert has in the assignments of its layer.
+  the largest share that one expert has in the assignments of its layer in a micro-batch.
   """
   tokens = stats.tokens.sum()
   share = stats.load_E.max(-1) / jnp.maximum(stats.tokens * config.experts_per_token, 1)

@@ -205,8 +205,8 @@ def with_own_logp(
   `objective.old_logp=recompute`, a separate program computed the old log-probs from the same
   weights, so these log-probs differ from `logp_BT` by rounding errors Δ. After the replacement, the
   importance ratio is exactly 1. All later mini-batches keep the recomputed log-probs, so their
-  ratios include rounding errors. If `objective.old_logp` is not "recompute", the batch is
-  unchanged.
+  ratios include rounding errors. If `objective.old_logp` is not "recompute", or `first_B` is None,
+  the batch is unchanged.
 
   The metric `mismatch/recomputed` is the mean over sequences of |mean over tokens of Δ|.
   `summarize` reports its value on the first mini-batch.
@@ -297,8 +297,8 @@ def _step(
   """Builds the jitted function (state, batch, hyperparameters) -> (state, metrics).
 
   Gradients of numerators are summed over micro-batches, and denominators are summed separately. The
-  first sum is divided by the second. So the number of micro-batches affects memory only. An
-  exception is the load-balance loss, a product of two means over a micro-batch.
+  first sum is divided by the second. So the update does not depend on the number of micro-batches.
+  An exception is the load-balance loss, a product of two means over a micro-batch.
 
   If the gradient is 0, the state is unchanged, since Adam would otherwise apply its momentum.
   `updates_skipped` counts non-finite updates. If `on_nonfinite=stop`, it also counts later ones.

@@ -166,7 +166,7 @@ def turn_advantages(
   r_iu is the reward of turn u of response i, and γ is `discount`. The return R_iu includes the
   rewards of turn u and of later turns. The mean and the standard deviation are over the returns
   R_ju of those responses j of the group that have a turn u. The equation is that of `normalize`
-  "std". All values of `normalize` are those of `group_advantages`. If only last turns have rewards
+  "std". The other values are those of `group_advantages`. If only last turns have rewards
   and γ = 1, the first turn has the advantage that `group_advantages` computes for the response.
 
   valid_PGU is 1 on existing turns. Turns that do not exist have an advantage of 0.

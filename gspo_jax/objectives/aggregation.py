@@ -35,9 +35,9 @@ class Tokens(NamedTuple):
     return self.sums(x_BT) / jnp.maximum(self.length_BU, 1)
 
   def common(self, x_BX: Array) -> Array:
-    """Reduces values of tokens [B, T] to one value per response, [B, U].
+    """Reduces values of tokens [B, T] to their mean per response, [B, U].
 
-    The values of a response are expected to be equal. If they differ, the mean is returned.
+    If the values of a response are equal, the mean is exactly this value, without rounding.
     An array [B, 1] is returned unchanged.
     """
     if x_BX.shape[1] == 1:

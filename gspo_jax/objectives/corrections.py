@@ -3,9 +3,8 @@
 A sampler may round differently than the trainer, or have older weights. All functions below except
 `mismatch` return weights of tokens [B, T] or responses [B]. A loss takes these weights as its
 argument `weight`. In packed rows, weights of responses have shape [B, T], too. Weights have no
-gradient.
-Tokens with a weight of 0 stay in the loss's denominator. At masked positions, the weights of
-`truncated_weight` and `masked_weight` are 0.
+gradient. Tokens with a weight of 0 stay in the loss's denominator. At masked positions, the weights
+of `truncated_weight` and `masked_weight` are 0.
 """
 
 from collections.abc import Callable

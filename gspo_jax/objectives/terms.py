@@ -56,8 +56,8 @@ class PolicyLoss(Protocol[Arguments]):
 
   __name__: str
   sums: Callable[Arguments, tuple[Mean, Metrics]]  # Loss and metrics, undivided (reductions.py).
-  # Returns the mask of clipped tokens, bool [B, T]. Clipped tokens have no gradient, except in
-  # `cispo_loss`: there, the clipped ratio weights their gradient.
+  # Returns the mask of clipped tokens, bool [B, T]. Only penalties have a gradient at these tokens.
+  # In `cispo_loss`, the objective has one too, multiplied by the clipped ratio.
   clipped: Callable[Arguments, Array]
   undivided: Callable[Arguments, Sums]  # Returns the results of `sums` and `clipped`.
   arguments: tuple[str, ...]  # Names of all arguments.
@@ -86,8 +86,8 @@ def policy_loss(
   """Declares a function to be a policy loss, as a decorator.
 
   The function returns `Sums`. Its first arguments are logp_BT, old_logp_BT, advantage_B or
-  advantage_BT, and mask_BT. Further arguments are numbers or strings with defaults, and
-  arrays named in `Options`. A function with `**options` has all arguments of `Options`.
+  advantage_BT, and mask_BT. Further arguments are numbers or strings with defaults, max_length,
+  segment_BT and those of `Options`. A function with `**options` has all arguments of `Options`.
 
   Args:
     levels: allowed levels of importance correction, the default first. None means `BY_TOKEN` if
