@@ -166,8 +166,8 @@ class OldPolicy(NamedTuple):
   """Log-probs and experts of the old policy, the weights before an iteration's updates."""
 
   old_logp_BT: jax.Array
-  # Experts chosen by the trainer's router. R2 needs them. If there is no replay, the volatility
-  # metric needs them. In all other cases they are None.
+  # Experts chosen by the trainer's router, for replay R2. If there is no replay, they are for the
+  # metrics of `objective.volatility`. In all other cases they are None.
   old_experts_BTlk: jax.Array | None
 
 

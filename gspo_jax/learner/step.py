@@ -224,8 +224,8 @@ def make_sft_step(
 ) -> WithHyperparameters:
   """Builds the jitted update of supervised fine-tuning, (state, batch) -> (state, metrics).
 
-  The loss is the mean of -log π(token) over tokens, plus the load-balance loss of a model with
-  experts. The buffers of the old state are donated.
+  The loss is the mean of -log π(token) over trained tokens, plus the load-balance loss of a model
+  with experts. The buffers of the old state are donated.
   """
   tx = as_optimizer(tx)
   hyperparameters = dict(optimizer=tx.hyperparameters, load_balance_coef=learner.load_balance_coef)

@@ -149,9 +149,9 @@ def detached_ratio(log_ratio_BX: Array, scale_BX: ArrayLike, logp_BT: Array) -> 
 def scale(length_BX: Array, length_exponent: Number) -> Array:
   """Returns `scale` of `detached_ratio`, |u|^(1−α).
 
-  |u| is the length of a unit u, and α is `length_exponent`. The loss is a mean over the tokens of
-  u, which multiplies gradients by |u|^−1. The product of both factors is |u|^−α, the derivative of
-  log s with respect to a token's log-prob.
+  |u| is the length of a unit u, and α is `length_exponent`. A mean over the tokens of u multiplies
+  gradients by |u|^−1. The product of both factors is |u|^−α, the derivative of log s with respect
+  to a token's log-prob.
   """
   return jnp.maximum(length_BX, 1) ** (1 - length_exponent)
 
