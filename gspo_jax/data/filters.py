@@ -52,7 +52,9 @@ class Condition:
     Raises:
       BadRow: the field and the condition's value cannot be compared.
     """
-    if self.op in ORDER and (field is None or _is_nan(field)):
+    # In Parquet files, a missing number may be NaN.
+    is_nan = isinstance(field, float | np.floating | decimal.Decimal) and field != field
+    if self.op in ORDER and (field is None or is_nan):
       return False
     text, value = "" if field is None else as_text(field), self.value
     if self.op in ("=~", "!~"):
@@ -132,11 +134,6 @@ def as_text(value: Any) -> str:
   if hasattr(value, "isoformat"):
     return value.isoformat()
   return value.decode("utf-8") if isinstance(value, bytes) else str(value)
-
-
-def _is_nan(value: Any) -> bool:
-  """Whether a value is NaN. In Parquet files, a missing number may be NaN."""
-  return isinstance(value, float | np.floating | decimal.Decimal) and value != value
 
 
 def _number(text: str) -> decimal.Decimal | None:

@@ -41,13 +41,16 @@ def continuation(
   template, (tag, space) = getattr(tok, "chat_template", ""), _last_tag(prompt)
   is_thought_tag = _THOUGHT.search(tag)
   if is_thought_tag and _closes(tag):  # The prompt ends with an empty thought.
-    response = _after_thought(response, tag)
+    opening = _TAG.match(response.lstrip())
+    if opening and tag in _closings(opening[0]) and tag in response:
+      response = response.rpartition(tag)[2].lstrip()  # Without its own thought.
   for message in _messages(response) if template else ():
     try:
       conversation = tok.conversation([*messages, message])
     except TokenizerError:  # The template refuses assistant messages.
       break
-    text = _continuation_in(conversation, prompt, response, _stop_texts(tok))
+    stop_texts = [text for text in map(tok.tokenizer.id_to_token, tok.stop_ids) if text]
+    text = _continuation_in(conversation, prompt, response, stop_texts)
     if text is not None:
       return _without_added_space(tok, prompt, text) if text[:1] == " " != response[:1] else text
   text = without_repeated_tag(prompt, response)
@@ -154,11 +157,6 @@ def _up_to_stop(text: str, response: str, stops: Sequence[str]) -> str | None:
   return text.rstrip() + response[len(response.rstrip()) :]
 
 
-def _stop_texts(tok: Tokenizer) -> list[str]:
-  """Returns the texts of the stop tokens."""
-  return [text for text in map(tok.tokenizer.id_to_token, tok.stop_ids) if text]
-
-
 def _last_tag(prompt: str) -> tuple[str, str]:
   """Returns the tag at a prompt's end, and white space after the tag; ("", "") if none."""
   match = _LAST.search(prompt[-_TAIL:])
@@ -177,11 +175,3 @@ def _closings(tag: str) -> list[str]:
   names = [name.replace(old, new) for old, new in swaps if old in name]
   names += [f"/{name}", f"end_{name}", f"end_of_{name}", f"{name}_end"]
   return [*(f"{tag[0]}{pipe}{x}{pipe}{tag[-1]}" for x in names), f"{tag[0]}/{tag[1:]}"]
-
-
-def _after_thought(response: str, closing: str) -> str:
-  """Removes a thought and its tags at a response's beginning."""
-  opening = _TAG.match(response.lstrip())
-  if not opening or closing not in _closings(opening[0]) or closing not in response:
-    return response
-  return response.rpartition(closing)[2].lstrip()
