@@ -8,7 +8,7 @@ again, and 2 if the dump cannot be read.
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gspo_jax.cli import before_jax
@@ -30,7 +30,6 @@ from gspo_jax.learner.summary import summarize
 from gspo_jax.runs import checkpoint, metrics, nonfinite
 from gspo_jax.runs.checkpoint import restore_state
 from gspo_jax.settings.reading import from_dict
-from gspo_jax.settings.run import RunConfig
 from gspo_jax.structs import TrainBatch
 from gspo_jax.system import files
 from gspo_jax.system.arguments import Parser
@@ -50,7 +49,13 @@ def replay(directory: epath.Path) -> bool:
   mesh, _ = sharding.make_meshes(config.mesh, config.rollout_mesh)
   with jax.set_mesh(mesh):
     phase = about["phase"]
-    learner, step = _update(config, phase)
+    # Updates after a non-finite one are applied too.
+    learner = dataclasses.replace(learner_of(config, phase), on_nonfinite="skip")
+    tx, critic = optimizers(config, phase)
+    if phase == "sft":
+      step = make_sft_step(learner, tx)
+    else:
+      step = make_rl_step(learner, config.objective, tx, critic)
     experts = config.objective.replay if phase == "rl" else "none"
     compute = jax.jit(functools.partial(_log_probs, learner=learner, replay=experts))
     try:
@@ -77,15 +82,6 @@ def replay(directory: epath.Path) -> bool:
         say(f"  {line}")
       all_finite &= not names
   return all_finite
-
-
-def _update(config: RunConfig, phase: str) -> tuple[Learner, Callable]:
-  """Builds learner and update of a phase. Updates after a non-finite one are applied too."""
-  learner = dataclasses.replace(learner_of(config, phase), on_nonfinite="skip")
-  tx, critic = optimizers(config, phase)
-  if phase == "sft":
-    return learner, make_sft_step(learner, tx)
-  return learner, make_rl_step(learner, config.objective, tx, critic)
 
 
 def _log_probs(params: Any, batch: TrainBatch, *, learner: Learner, replay: str):

@@ -27,7 +27,6 @@ from gspo_jax.settings import rules
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.rewards import RewardConfig
 from gspo_jax.settings.run import RunConfig
-from gspo_jax.settings.training import LoraConfig
 from gspo_jax.system import files, hosts
 from gspo_jax.tasks import environments
 from gspo_jax.teacher import Teacher, check_teacher, find_teacher
@@ -175,26 +174,23 @@ def read_parts(
 
 
 def read_model(config: RunConfig, recorded: Mapping[str, Any]) -> WeightSource:
-  """Resolves the weights. Raises ValueError unless weights and adapters fit the model."""
+  """Resolves the weights.
+
+  Raises ValueError if weights or adapters do not fit the model, or adapters name no fixed commit.
+  """
   source = weight_source.resolve("weights", config.weights, recorded)
   source.check_model(config.model, config.weights)
-  if config.lora.adapter:
-    _check_adapter(config.lora, config.model)
+  if adapter := config.lora.adapter:
+    from gspo_jax.models.hf import peft  # Imported here: other runs do not need safetensors.
+
+    if (pinned := weight_source.pin("lora.adapter", adapter, {}, peft.CONFIG)) != adapter:
+      raise ValueError(
+        f"lora.adapter={adapter} may change before the run is resumed: name a commit, for example "
+        f"the present one, lora.adapter={pinned}"
+      )
+    files.located(adapter, "lora.adapter")
+    peft.check(adapter, config.model, config.lora)
   return source
-
-
-def _check_adapter(lora: LoraConfig, model: ModelConfig) -> None:
-  """Raises ValueError if adapters do not fit the model, or name no fixed commit."""
-  from gspo_jax.models.hf import peft  # Imported here: other runs do not need safetensors.
-
-  adapter = lora.adapter
-  if (pinned := weight_source.pin("lora.adapter", adapter, {}, peft.CONFIG)) != adapter:
-    raise ValueError(
-      f"lora.adapter={adapter} may change before the run is resumed: name a commit, for example "
-      f"the present one, lora.adapter={pinned}"
-    )
-  files.located(adapter, "lora.adapter")
-  peft.check(adapter, model, lora)
 
 
 def read_tokenizer(

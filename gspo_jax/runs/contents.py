@@ -94,17 +94,13 @@ def _describe_directory(name: str, patterns: Sequence[str]) -> str:
   paths = [p for p in directory.iterdir() if any(fnmatch.fnmatch(p.name, x) for x in patterns)]
   checksum = 0
   for path in sorted(paths):
-    for sample in _samples(path):
-      checksum = zlib.crc32(sample, checksum)
+    size, read = _reader(path)
+    spans = _spans(size, _REMOTE_BLOCKS if "://" in str(path) else _BLOCKS)
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+      blocks = list(pool.map(read, *zip(*spans)))
+    for data in (f"{path.name} {size}".encode(), *blocks):
+      checksum = zlib.crc32(data, checksum)
   return f"{len(paths)} files {checksum:08x}"
-
-
-def _samples(path: epath.Path) -> list[bytes]:
-  """Returns a list of bytes: first a file's name and size, then its blocks."""
-  size, read = _reader(path)
-  spans = _spans(size, _REMOTE_BLOCKS if "://" in str(path) else _BLOCKS)
-  with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-    return [f"{path.name} {size}".encode(), *pool.map(lambda span: read(*span), spans)]
 
 
 def _spans(size: int, blocks: int) -> list[tuple[int, int]]:
