@@ -234,7 +234,12 @@ def _build_curves(figure: Figure, phase: str, table: Table, runs: int) -> Iterab
     if line.low and line.low in table:
       curve["low"] = _values(table, line.low, steps)
       curve["high"] = _values(table, line.high, steps)
-    yield _round_values(thin(curve, max(limit, 100)))
+    curve = thin(curve, max(limit, 100))
+    yield curve | {
+      name: [v if v is None else float(f"{v:.7g}") for v in curve[name]]
+      for name in VALUES
+      if name in curve
+    }
 
 
 def _values(
@@ -251,15 +256,6 @@ def _values(
 def _all_values(curve: Row) -> list[float]:
   """Returns all values of a curve and its band."""
   return [v for name in VALUES for v in curve.get(name, ()) if v is not None]
-
-
-def _round_values(curve: Row) -> Row:
-  """Rounds the values of a curve to seven significant digits."""
-  return curve | {
-    name: [v if v is None else float(f"{v:.7g}") for v in curve[name]]
-    for name in VALUES
-    if name in curve
-  }
 
 
 def _expand(pattern: str, keys: Iterable[str]) -> list[tuple[str, str]]:

@@ -44,7 +44,9 @@ def describe(runs: Sequence[Run]) -> Row:
     {phase: [row for row in run.rows if row["phase"] == phase] for phase in metrics.PHASES}
     for run in runs
   ]
-  losses = {_loss_title(run) for run in runs}
+  losses = {str(run.flat.get("objective.name", "rl")) for run in runs}
+  # The title is GSPO-TOKEN for "gspo_token", and my_loss for "my_module:my_loss".
+  losses = {loss.partition(":")[2] or loss.upper().replace("_", "-") for loss in losses}
   objective = losses.pop() if len(losses) == 1 else "RL"
   titles = {"sft": "Cold start", "rl": objective, "eval": "Evaluation"}
   names = [run.name for run in runs]
@@ -78,12 +80,6 @@ def describe(runs: Sequence[Run]) -> Row:
     },
     "sections": sections,
   }
-
-
-def _loss_title(run: Run) -> str:
-  """Returns the loss's title: GSPO-TOKEN for "gspo_token", my_loss for "my_module:my_loss"."""
-  name = str(run.flat.get("objective.name", "rl"))
-  return name.partition(":")[2] or name.upper().replace("_", "-")
 
 
 def describe_run(run: Run, by_phase: ByPhase, places: Mapping[tuple[str, str], Row]) -> Row:

@@ -116,7 +116,9 @@ class Workers:
         self._hanging.append(thread)
         self._missing += 1
         call.set_exception(TooLong(f"took longer than {call.limit_s:g} s"))
-        _raise_in(thread)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+          ctypes.c_ulong(thread.ident), ctypes.py_object(GivenUp)
+        )
     if not self._queue.empty():
       with contextlib.suppress(RuntimeError):  # The next call of `expire` or `submit` tries again.
         self._start_missing()
@@ -156,9 +158,3 @@ def interruptible(function: Callable, *arguments: Any) -> Any:
   There is no time limit. Raises the function's exception, or Preempted as `Workers.wait` does.
   """
   return shared(1, "interruptible").run(function, *arguments, limit_s=math.inf).result()
-
-
-def _raise_in(thread: threading.Thread) -> None:
-  ctypes.pythonapi.PyThreadState_SetAsyncExc(
-    ctypes.c_ulong(thread.ident), ctypes.py_object(GivenUp)
-  )
