@@ -151,7 +151,8 @@ def _same_relation(gold: Relation, ours: Relation) -> bool:
 
   Relations with one operator may also differ by a constant factor: x = y and 2x = 2y.
   """
-  for other in (ours, _reverse(ours)):
+  operators = tuple(_REVERSE.get(o, o) for o in reversed(ours.operators))
+  for other in (ours, Relation(operators, ours.members[::-1])):
     if gold.operators == other.operators:
       if all(map(algebra.same_expression, gold.members, other.members)):
         return True
@@ -161,12 +162,6 @@ def _same_relation(gold: Relation, ours: Relation) -> bool:
 
 
 _REVERSE = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
-
-
-def _reverse(relation: Relation) -> Relation:
-  """Writes a relation from right to left."""
-  operators = tuple(_REVERSE.get(o, o) for o in reversed(relation.operators))
-  return Relation(operators, relation.members[::-1])
 
 
 def _proportional(gold: Relation, ours: Relation) -> bool:

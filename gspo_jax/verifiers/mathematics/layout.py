@@ -50,9 +50,9 @@ def _replace_lines(tokens: list[Token]) -> list[Token]:
       index += 1
       continue
     name, inside, end = cuts.environment(tokens, index)
-    inside = _replace_lines(
-      inside[cuts.match(inside) + 1 :] if _has_argument(name, inside) else inside
-    )
+    if name in _WITH_ARGUMENT and inside and inside[0].text == "{":
+      inside = inside[cuts.match(inside) + 1 :]
+    inside = _replace_lines(inside)
     # An environment after an opening brace is a piecewise function, if no closing brace follows.
     closed = end < len(tokens) and tokens[end].text == "\\}"
     if result and result[-1].text == "\\{" and not closed:
@@ -90,10 +90,6 @@ def _bold(tokens: list[Token], start: int) -> tuple[list[Token], int]:
 
 def _is_begin(token: Token) -> bool:
   return token.kind == "command" and token.text == "begin"
-
-
-def _has_argument(name: str, inside: list[Token]) -> bool:
-  return name in _WITH_ARGUMENT and bool(inside) and inside[0].text == "{"
 
 
 def _content(name: str, inside: list[Token]) -> list[Token]:

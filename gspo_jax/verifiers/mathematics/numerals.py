@@ -41,15 +41,11 @@ def to_digits(text: str) -> str:
   if value is None or not (half or len(items) > 2 or items[0].isalpha()):
     return text
   rest = bare[half.end() if half else end :].strip(" .,")
-  if rest and (rest.startswith("of ") or _unit(rest, start["currency"]) is None):
+  currency = start["currency"] or ""
+  if rest and (rest.startswith("of ") or units.parse(f" {rest}", currency[-1:]) is None):
     return text
-  number = f"{'-' * bool(start['sign'])}{start['currency'] or ''}{value}{'.5' * bool(half)}"
+  number = f"{'-' * bool(start['sign'])}{currency}{value}{'.5' * bool(half)}"
   return number + (rf"\text{{ {rest}}}" if rest else "")
-
-
-def _unit(text: str, currency: str | None):
-  """Parses a unit after a number with an optional currency sign."""
-  return units.parse(" " + text, (currency or "")[-1:])
 
 
 def _items(text: str, position: int) -> tuple[list[str], int]:

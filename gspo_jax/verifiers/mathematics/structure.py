@@ -180,7 +180,8 @@ class _Structure:
     variables = {item.name if isinstance(item, Region) else None for item in items}
     if len(variables) == 1 and None not in variables:
       return Region(join(*(item.region for item in items)), items[0].name)
-    if cuts.find(tokens, "or") and not cuts.find(tokens, ",", ";", "and") and _same_value(items):
+    either = cuts.find(tokens, "or") and not cuts.find(tokens, ",", ";", "and")
+    if either and all(isinstance(i, Scalar) and equal.same_answer(items[0], i) for i in items):
       return items[0]  # Two forms of one value: "3/8 or 0.375".
     return Group("list", tuple(_flatten(items)))
 
@@ -364,10 +365,6 @@ def _places(tokens: list[Token]) -> int | None:
     return None
   match = re.fullmatch(r"[\d, ]*\.(\d+)", digits[0].text)
   return len(match[1]) if match else None
-
-
-def _same_value(items: list) -> bool:
-  return all(isinstance(i, Scalar) and equal.same_answer(items[0], i) for i in items)
 
 
 def _exact(first: Scalar, second: Scalar) -> Scalar | None:

@@ -90,7 +90,8 @@ class Sandbox(contextlib.AbstractContextManager):
       channel=descriptors[1] if channel else 0,
       isolation=isolation,
       directory=scratch,
-      packages=_packages(),
+      # With isolation "namespaces", `paths.plan` decides which packages are readable.
+      packages=sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")}),
       limits=dataclasses.asdict(limits),
     )
     start = (
@@ -197,14 +198,6 @@ _ENVIRONMENT = {
   "LC_ALL": "C.UTF-8",
   "OPENBLAS_NUM_THREADS": "1",  # BLAS reserves memory for each thread.
 }
-
-
-def _packages() -> list[str]:
-  """Returns the directories of installed packages.
-
-  With isolation "namespaces", `paths.plan` decides which of the packages are readable.
-  """
-  return sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 
 
 def choose_isolation(setting: str) -> str:

@@ -96,7 +96,10 @@ def _run_keeper(s: dict, root: bool) -> None:
   while True:
     request = wire.receive(s["control"], 1 << 30)
     if request["kind"] in ("stdin", "call") and not prelude:
-      _import_prelude(prelude)
+      # LiveCodeBench's imports, once for all candidates.
+      imports = [f"from {x} import *" for x in _STAR] + [f"import {x}" for x in _PLAIN]
+      exec("\n".join(imports), prelude)
+      del prelude["__builtins__"]
     wire.send(s["control"], _run(s, request, prelude, root))
     if s["channel"]:
       return  # A channel is for one test.
@@ -105,15 +108,6 @@ def _run_keeper(s: dict, root: bool) -> None:
       isolation.unmount_scratch()
       isolation.mount_scratch(s["limits"]["scratch_bytes"])
       os.chdir(s["directory"])
-
-
-def _import_prelude(prelude: dict) -> None:
-  """Fills `prelude` with LiveCodeBench's imports, once for all candidates."""
-  for name in _STAR:
-    exec(f"from {name} import *", prelude)
-  for name in _PLAIN:
-    exec(f"import {name}", prelude)
-  del prelude["__builtins__"]
 
 
 def _run(s: dict, request: dict, prelude: dict, root: bool) -> dict:
@@ -147,7 +141,9 @@ def _run(s: dict, request: dict, prelude: dict, root: bool) -> dict:
   reason, output = _watch(s, candidate, readers, started + s["limits"]["wall_s"])
   _, status, usage = os.wait4(candidate, 0)
   if s["isolation"] == "namespaces":
-    _reap()
+    with contextlib.suppress(ChildProcessError):
+      while True:  # Waits for the candidate's children, inherited by process 1.
+        os.waitpid(-1, 0)
   for reader in readers.values():
     os.close(reader)
   most = wire.receive(s["control"], 1 << 30)
@@ -231,15 +227,6 @@ def _kill(s: dict, candidate: int) -> None:
       os.kill(candidate, signal.SIGKILL)
       os.killpg(candidate, signal.SIGKILL)  # Its children, unless they left the group.
   except ProcessLookupError:
-    pass
-
-
-def _reap() -> None:
-  """Waits for the candidate's children, inherited by process 1."""
-  try:
-    while True:
-      os.waitpid(-1, 0)
-  except ChildProcessError:
     pass
 
 
