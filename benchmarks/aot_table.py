@@ -102,7 +102,7 @@ FAMILY_RUNS = {  # Flags of one run of each family, by topology.
   "gpt_oss": _runs(_math("gpt-oss-20b", 8, EXPERTS), "v6e:2x4", "h100:8"),
   "minimax_m2": _runs(_math("MiniMax-M2", 128, f"{UNPACKED} {TENSOR}"), "v5e:8x16")
   | _runs(_math("MiniMax-M2", 128, UNPACKED), "h100:2x8"),
-  "qwen3_5": _runs("--config=configs/gsm8k.py:Qwen3.5-0.8B-v6e", "v6e:1x1")
+  "qwen3_5": _runs("--config=configs/gsm8k.py:Qwen3.5-0.8B-v5e", "v5e:1x1")
   | _runs("--config=configs/gsm8k.py:Qwen3.5-0.8B-h100", "h100:1"),
 }
 MARKS = "<!-- table: benchmarks/aot_table.py -->\n", "<!-- end of table -->"
