@@ -50,6 +50,10 @@ class Round(NamedTuple):
   samples: int  # Number of responses to each problem.
   temperature: float
 
+  @property
+  def name(self) -> str:
+    return f"{self.benchmark.name}/{self.role}/{self.samples}"
+
 
 def workload(c: EvalConfig, temperature: float, **requests: Any) -> Workload:
   """Returns the engine's workload for an evaluation.
@@ -109,7 +113,9 @@ class Evaluator:
     rounds += [Round(b, "greedy", 1, 0.0) for b in greedy_benchmarks]
     log = ResumeLog(self.directory, key)
     total = sum(len(r.benchmark.problems) for r in rounds)
-    with Progress("eval", total, delay=5.0, active=hosts.is_first()) as progress:
+    logged = sum(len(chunk["problems"]) for r in rounds for chunk in log.find(r.name))
+    shows = hosts.is_first()
+    with Progress("eval", total, start=logged, delay=5.0, active=shows) as progress:
       if alone:
         progress.wait()
       all_results = [self._round(engine, r, log, progress) for r in rounds]
@@ -162,14 +168,12 @@ class Evaluator:
       A dict with three entries. `records` has all responses, ordered by problem. `outcomes` has
       counts, and `seconds` the time of each stage.
     """
-    name = f"{sampling_round.benchmark.name}/{sampling_round.role}/{sampling_round.samples}"
-    chunks = log.find(name)
+    chunks = log.find(sampling_round.name)
     done = {index for chunk in chunks for index in chunk["problems"]}
-    progress.update(progress.step + len(done), {})
     remaining = [i for i in range(len(sampling_round.benchmark.problems)) if i not in done]
     for indices, responses, seconds in self._sample(engine, sampling_round, remaining):
       chunk = self._score(sampling_round.benchmark, indices, responses) | dict(
-        chunk=name, problems=indices
+        chunk=sampling_round.name, problems=indices
       )
       chunk["seconds"]["sample"] = seconds
       self._require_verdicts([*chunks, chunk])

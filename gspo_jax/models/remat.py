@@ -5,8 +5,8 @@ Each layer's input is always saved. `compute.remat` names the policy for all oth
   none       saves all: JAX's default, without rematerialisation
   full       saves none, so the backward pass recomputes the layer
   attention  saves outputs of attention, since recomputing them costs T²
-  dots       saves products with weights outside the experts; on GPUs also experts' products with
-             gate and up
+  dots       saves products with weights outside the experts; with `experts=triton` also experts'
+             products with gate and up
   both       saves what `attention` and `dots` save
   auto       chooses `both` if its activations fit in memory, else `attention` if its activations
              fit, else `full` (see `choose`)
