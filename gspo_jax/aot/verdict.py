@@ -42,7 +42,10 @@ def lines(
   text = _fit_lines(rows, topology)
   if not any("binds" in row for row in rows):
     unknown = "bound: unknown, since times on GPUs have to be measured"
-    return [*text, unknown, f"next, on {topology}: {_run_command(arguments)}"]
+    flags = [x for x in _with_values(arguments) if x.lstrip("-").startswith("config")]
+    run = shlex.join(["python", "-m", "gspo_jax.main", *flags, "--workdir=DIR"])
+    fraction = f"XLA_PYTHON_CLIENT_MEM_FRACTION={GPU_FRACTION:g}"  # As compiled.
+    return [*text, unknown, f"next, on {topology}: {fraction} {run}"]
   # The flag --search needs one of these programs.
   searched = {"train", "decode"} & {row["program"] for row in rows}
   flags = arguments if searched else [*_drop(arguments, "programs"), "--programs=train,decode"]
@@ -110,13 +113,6 @@ def smaller(large: Sequence[str], case: Case, shards: int) -> str:
 
 def _command(arguments: Sequence[str], *changes: str) -> str:
   return shlex.join(["python", "-m", "gspo_jax.aot", *arguments, *changes])
-
-
-def _run_command(arguments: Sequence[str]) -> str:
-  """Returns the command of a run on GPUs, with the compiled configuration and memory fraction."""
-  flags = [x for x in _with_values(arguments) if x.lstrip("-").startswith("config")]
-  command = shlex.join(["python", "-m", "gspo_jax.main", *flags, "--workdir=DIR"])
-  return f"XLA_PYTHON_CLIENT_MEM_FRACTION={GPU_FRACTION:g} {command}"
 
 
 def _drop(arguments: Sequence[str], *names: str) -> list[str]:

@@ -128,17 +128,13 @@ def _chain(b1: float, b2: float, bounded: bool) -> tuple[Callable, Callable]:
   ) -> tuple[Any, Any]:
     updates, state = transformation(hyperparameters).update(grads, state, params)
     if "router_rate" in hyperparameters:
-      updates = _scale_routers(updates, hyperparameters["router_rate"])
+      factor = hyperparameters["router_rate"]  # Also scales weight decay.
+      updates = jax.tree.map_with_path(
+        lambda path, x: x * factor if path[-1].name in ("router", "router_bias") else x, updates
+      )
     return updates, state
 
   return init, update
-
-
-def _scale_routers(updates: Any, factor: Any) -> Any:
-  """Multiplies the updates of routers, weight decay included, by `factor`."""
-  return jax.tree.map_with_path(
-    lambda path, x: x * factor if path[-1].name in ("router", "router_bias") else x, updates
-  )
 
 
 def decayed(params: Any) -> Any:

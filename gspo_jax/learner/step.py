@@ -17,7 +17,6 @@ from gspo_jax.learner import critic as critics
 from gspo_jax.learner import programs, replicas
 from gspo_jax.learner.adaptive_clip import scale_ranges
 from gspo_jax.learner.critic import Critic
-from gspo_jax.learner.layout import Rows
 from gspo_jax.learner.metrics import (
   age_metrics,
   length_metrics,
@@ -29,7 +28,7 @@ from gspo_jax.learner.metrics import (
 from gspo_jax.learner.objective import configured_loss
 from gspo_jax.learner.optimizer import Optimizer, as_optimizer
 from gspo_jax.learner.passes import Learner, accumulate, log_probs, parts
-from gspo_jax.models import lora, transformer
+from gspo_jax.models import lora
 from gspo_jax.models.experts import moe
 from gspo_jax.objectives.reductions import Last, Max, Mean, Metrics, merge
 from gspo_jax.settings.critic import CriticConfig
@@ -126,9 +125,13 @@ def _rl_step(
       learner.response_tokens,
       hyperparameters["objective"],
     )
-    metrics |= loss_metrics | _metrics_by_class(learner, logp_BT, batch, clipped_BT)
+    metrics |= loss_metrics | age_metrics(logp_BT, batch, clipped_BT, learner.ages)
+    if longest := learner.response_tokens:
+      metrics |= length_metrics(logp_BT, batch.old_logp_BT, batch.mask_BT, clipped_BT, longest)
     metrics |= _mismatch_metrics(objective, logp_BT, batch)
-    metrics |= _row_metrics(out, rows, objective.replay)
+    empty_RT = (rows.segments_RT == 0).astype(jnp.float32)
+    padding = Mean(empty_RT.sum(), jnp.ones_like(empty_RT).sum())
+    metrics |= volatility_metrics(out, rows, objective.replay) | {"padding": padding}
     if batch.unit_BT is not None:
       loss = functools.partial(
         _loss_at, objective, entropy_BT, batch, learner, hyperparameters["objective"]
@@ -166,16 +169,6 @@ def _loss_at(
   return configured_loss(objective, logp_BT, entropy_BT, batch, longest, hyperparameters)[0]
 
 
-def _metrics_by_class(
-  learner: Learner, logp_BT: jax.Array, batch: TrainBatch, clipped_BT: jax.Array
-) -> Metrics:
-  """Returns metrics of the responses by age and by length."""
-  metrics, longest = age_metrics(logp_BT, batch, clipped_BT, learner.ages), learner.response_tokens
-  if longest:
-    metrics |= length_metrics(logp_BT, batch.old_logp_BT, batch.mask_BT, clipped_BT, longest)
-  return metrics
-
-
 def _mismatch_metrics(objective: ObjectiveConfig, logp_BT: jax.Array, batch: TrainBatch) -> Metrics:
   """Compares the log-probs of trainer and sampler.
 
@@ -187,13 +180,6 @@ def _mismatch_metrics(objective: ObjectiveConfig, logp_BT: jax.Array, batch: Tra
     mask_BT = mask_BT * current_BT
   metrics = O.mismatch.sums(logp_BT, batch.sampler_logp_BT, mask_BT)
   return metrics | (version_metrics(batch, mask_BT) if objective.old_logp == "behaviour" else {})
-
-
-def _row_metrics(out: transformer.Output, rows: Rows, replay: str) -> Metrics:
-  """Returns the share of changed experts, and the share of padding in rows."""
-  empty_RT = (rows.segments_RT == 0).astype(jnp.float32)
-  padding = {"padding": Mean(empty_RT.sum(), jnp.ones_like(empty_RT).sum())}
-  return volatility_metrics(out, rows, replay) | padding
 
 
 def with_own_logp(

@@ -136,8 +136,13 @@ def _mix(
     y_BU, _ = _run(branches, w, segments_BU, carry)
     return tree.join(y_RS, y_BU).astype(dtype), kv
   if kv is not None and not from_start and segments_BT.shape[1] == 1:
-    y_BTKRJ, kv = _step(x, w, segments_BT, kv, layer)
-    return y_BTKRJ.astype(dtype), kv
+    from gspo_jax.models.attention import delta_kernel  # Slow import.
+
+    inputs, tails = _convolve(x, w, segments_BT, _read(kv, layer))
+    inputs = inputs.masked(segments_BT > 0)
+    y_BTKRJ, state_lBKRHJ = delta_kernel.step(inputs, kv.state_lBKRHJ, layer)  # In place.
+    kv = _write(kv.replace(state_lBKRHJ=None), layer, Carry(None, *tails))
+    return y_BTKRJ.astype(dtype), kv.replace(state_lBKRHJ=state_lBKRHJ)
   carry = _zeros(x, w) if kv is None or from_start else _read(kv, layer)
   y_BTKRJ, carry = _run(x, w, segments_BT, carry)
   return y_BTKRJ.astype(dtype), None if kv is None else _write(kv, layer, carry)
@@ -150,17 +155,6 @@ def _run(
   inputs, tails = _convolve(x, w, segments_BT, carry)
   y, state = delta_rule.chunked(inputs, segments_BT, carry.state_BKRHJ)
   return y, Carry(state, *tails)
-
-
-def _step(x: Projections, w: Weights, segments_BT: jax.Array, kv: States, layer: Any):
-  """Computes one position, and updates the states of one layer in place."""
-  from gspo_jax.models.attention import delta_kernel  # Slow import.
-
-  carry = _read(kv, layer)
-  inputs, tails = _convolve(x, w, segments_BT, carry)
-  y, state_lBKRHJ = delta_kernel.step(inputs.masked(segments_BT > 0), kv.state_lBKRHJ, layer)
-  kv = _write(kv.replace(state_lBKRHJ=None), layer, Carry(None, *tails))
-  return y, kv.replace(state_lBKRHJ=state_lBKRHJ)
 
 
 def _convolve(

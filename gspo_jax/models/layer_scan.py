@@ -140,10 +140,6 @@ def _from_stack(table, block, layer):
   return from_stack
 
 
-def _without_experts(table, block):
-  return jax.tree.map(lambda w, x: None if w.is_expert else x, table, block)
-
-
 def _experts_of(config: ModelConfig, kind: Kind, block) -> ExpertWeights:
   """Returns the experts' weights of a block, stacked over its layers."""
   weights, whole = jax.tree.flatten(family(config).block_table(config, kind, 1))
@@ -199,7 +195,11 @@ def _prefetch_experts(
   stacks = [_experts_of(config, stack.kind, block) for stack, block in zip(scan.stacks, blocks)]
   first = jax.tree.map(lambda w: jnp.roll(w, -(len(w) // scan.steps), axis=0), stacks[0])
   experts = map(shift, stacks, [*stacks[1:], first])
-  inputs = [(_without_experts(*pair), next_) for *pair, next_ in zip(tables, blocks, experts)]
+  others = [
+    jax.tree.map(lambda w, x: None if w.is_expert else x, table, block)
+    for table, block in zip(tables, blocks)
+  ]
+  inputs = list(zip(others, experts))
   return list(map(prefetching, layers)), inputs, gather(jax.tree.map(lambda w: w[0], stacks[0]))
 
 

@@ -178,7 +178,9 @@ def forward(
     sharding.reshard(jnp.asarray(x), P(BATCH)) for x in (positions, segments, tokens_BT)
   )
   dtype = jnp.dtype(compute.dtype)
-  x_BTD = _embed(params, config, tokens_BT, dtype)
+  x_BTD = head.embed(params, tokens_BT, dtype)
+  if (scale := family(config).embed_scale(config)) != 1:  # Such as Gemma's √D.
+    x_BTD = x_BTD * jnp.asarray(scale, dtype)
   placement = dict(positions_BT=positions, segments_BT=segments, tree=tree, from_start=from_start)
   x_BTD, caches, (experts_lBTk, stats) = _apply_layers(
     x_BTD, params, config, cache, routing, compute, **placement
@@ -224,14 +226,6 @@ def _apply_layers(
   if not routed:
     return x_BTD, caches, (None, None)
   return x_BTD, caches, jax.tree.map(lambda *xs: jnp.concatenate(xs), *routed)
-
-
-def _embed(params: Params, config: ModelConfig, tokens_BT: jax.Array, dtype: Any) -> jax.Array:
-  """Embeds tokens, and multiplies the vectors by the family's factor, such as Gemma's √D."""
-  x_BTD = head.embed(params, tokens_BT, dtype)
-  if (scale := family(config).embed_scale(config)) != 1:
-    x_BTD = x_BTD * jnp.asarray(scale, dtype)
-  return x_BTD
 
 
 def logits(params: Params, config: ModelConfig, tokens_BT: jax.Array) -> jax.Array:

@@ -119,7 +119,8 @@ def policy_loss(
     suitable = (BY_TOKEN if tokens else BY_RESPONSE) if "weight" in names else ()
     loss = _with_forms(function, names)
     parameters += inspect.signature(_penalty).parameters.values() if shared else ()
-    options = [p for p in parameters if p.default is not p.empty and _is_option(p.name)]
+    options = [p for p in parameters if p.default is not p.empty]
+    options = [p for p in options if "_BT" not in p.name and p.name != "weight"]  # No arrays.
     words = {p.name: get_args(p.annotation) for p in options if isinstance(p.default, str)}
     loss.arguments, loss.options = names, {p.name: p.default for p in options}
     loss.choices = {name: choices for name, choices in words.items() if choices}
@@ -157,11 +158,6 @@ def _with_forms(
   loss = cast(PolicyLoss[Arguments], reduced(sums))
   loss.clipped, loss.undivided = clipped, undivided
   return loss
-
-
-def _is_option(name: str) -> bool:
-  """Whether an argument is a number or word, not an array."""
-  return "_BT" not in name and name != "weight"
 
 
 class Batch(NamedTuple):

@@ -135,8 +135,9 @@ def sample(
   mass_BJ = jax.nn.logsumexp(masked_BJW, axis=-1)
   J, W = masked_BJW.shape[1:]
   if config.temperature > 0:
-    noise = jax.vmap(lambda key, i: _noise(jax.random.fold_in(key, i), J + W))
-    noise_BX = noise(keys_B, position_B)
+    keys_B = jax.vmap(jax.random.fold_in)(keys_B, position_B)
+    # Gumbel noise with exact tails down to probability 2^-64.
+    noise_BX = jax.vmap(lambda key: jax.random.gumbel(key, (J + W,), mode="highest"))(keys_B)
     block_B = jnp.argmax(mass_BJ + noise_BX[:, :J], axis=-1)
     row_BW = _row(masked_BJW, block_B)
     column_B = jnp.argmax(row_BW + noise_BX[:, J:], axis=-1)
@@ -167,8 +168,3 @@ def _blocks(x_BV: jax.Array) -> jax.Array:
 def _row(x_BX: jax.Array, index_B: jax.Array) -> jax.Array:
   """Returns x_BX[b, index_B[b]] for each b."""
   return jax.vmap(lambda x, i: x[i])(x_BX, index_B)
-
-
-def _noise(key: jax.Array, count: int) -> jax.Array:
-  """Returns Gumbel noise with exact tails down to probability 2^-64."""
-  return jax.random.gumbel(key, (count,), mode="highest")

@@ -165,7 +165,11 @@ def _owners(segment_cBi: jax.Array, before_B: jax.Array) -> tuple[jax.Array, jax
   """
 
   def following(before_B, segment_Bi):
-    last_B = _last_segment(segment_Bi, before_B)
+    real_Bi = segment_Bi > 0
+    index_i = jnp.arange(segment_Bi.shape[1])
+    last_B1 = jnp.max(jnp.where(real_Bi, index_i[None], 0), axis=1, keepdims=True)
+    last_B = jnp.take_along_axis(segment_Bi, last_B1, axis=1)[:, 0]
+    last_B = jnp.where(real_Bi.any(1), last_B, before_B)
     return last_B, (before_B, last_B)
 
   return jax.lax.scan(following, before_B, segment_cBi)[1]
@@ -176,15 +180,6 @@ def _sums(summed_cBij: jax.Array, g_cBKRj: jax.Array) -> jax.Array:
   ones_cBij = summed_cBij.astype(g_cBKRj.dtype)
   exact = jax.lax.Precision.HIGHEST
   return jnp.einsum("cBij,cBKRj->cBKRi", ones_cBij, g_cBKRj, precision=exact)
-
-
-def _last_segment(segment_BT: jax.Array, before_B: jax.Array) -> jax.Array:
-  """Returns the number of each row's last segment, or `before_B` if the row is padding."""
-  real_BT = segment_BT > 0
-  index_T = jnp.arange(segment_BT.shape[1])
-  last_B1 = jnp.max(jnp.where(real_BT, index_T[None], 0), axis=1, keepdims=True)
-  last_B = jnp.take_along_axis(segment_BT, last_B1, axis=1)[:, 0]
-  return jnp.where(real_BT.any(1), last_B, before_B)
 
 
 @jax.custom_vjp

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,11 +114,8 @@ def _require_plain(path: epath.Path, settings: Mapping[str, Any]) -> None:
     off = type(actual)() if isinstance(actual, bool | dict | list | str) else None
     allowed = _PLAIN.get(key, (off,))
     if key not in _ANY and actual not in allowed:
-      raise CheckpointError(f"{path}: {key}={actual!r} is not supported, only {_listed(allowed)}")
-
-
-def _listed(values: Iterable[Any]) -> str:
-  return " or ".join(map(repr, values))
+      supported = " or ".join(map(repr, allowed))
+      raise CheckpointError(f"{path}: {key}={actual!r} is not supported, only {supported}")
 
 
 def check_readable(model: ModelConfig, config: LoraConfig) -> None:

@@ -87,8 +87,9 @@ class Scheduler:
       **common,
     )
     stop_ids, dtype = self._stop_width, config.cache_dtype
-    self._state = new_state(model, params.depths, size, stop_ids=stop_ids, dtype=dtype)
-    self.usage = Usage(cache_bytes=_cache_bytes(self._state))
+    self._state = state = new_state(model, params.depths, size, stop_ids=stop_ids, dtype=dtype)
+    caches = jax.tree.leaves((state.cache, state.staged, state.staged_states))
+    self.usage = Usage(cache_bytes=sum(x.nbytes for x in caches if x.ndim > 4))
 
     # Requests to prefill, each with its displaced responses (refill.py); [] for a new request.
     self._requests: collections.deque[tuple[Request, list[LiveResponse]]] = collections.deque()
@@ -355,12 +356,3 @@ def _put_arrays(tree: Any, *spec: P) -> Any:
   if sharding.without_mesh():
     return tree
   return sharding.put_batch(tree, jax.sharding.get_mesh(), *spec)
-
-
-def _cache_bytes(state: Any) -> int:
-  """Returns the size of caches in bytes, over all devices."""
-  return sum(
-    x.nbytes
-    for x in jax.tree.leaves((state.cache, state.staged, state.staged_states))
-    if x.ndim > 4
-  )
