@@ -150,6 +150,19 @@ def test_what_is_held_out_is_not_trained_on(tmp_path, monkeypatch, capfd):
   assert max(losses(tmp_path / "run")) == 9  # looked at last, whatever check_every says
 
 
+def test_a_small_source_with_a_large_weight_is_trained_on(tmp_path, monkeypatch):
+  monkeypatch.setattr(sft, "HELD_OUT", 16)
+  for name, count in ("small", 8), ("big", 120):
+    rows = [
+      f'{{"id": "{name}{n}", "question": "{n}+1=", "answer": "{n + 1}"}}' for n in range(count)
+    ]
+    (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+  spec = ",".join(f"{tmp_path}/{name}.jsonl:0.5" for name in ("small", "big"))
+  with opened(tmp_path / "run", sft__target_loss=0.1, data__train=spec) as run:
+    ids, _ = sft.held_out(run, run.inputs.data.demonstrations)
+  assert len(ids) == 16 and sum(x.startswith("small") for x in ids) <= 4
+
+
 def test_too_few_to_hold_out_is_an_error(tmp_path):
   (tmp_path / "data.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
   with (

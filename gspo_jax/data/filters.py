@@ -81,7 +81,8 @@ class Condition:
     if None not in plain:
       return compare(*plain)
     if all(map(_DATE.fullmatch, texts)):
-      return compare(*(x.replace("/", "-") for x in texts))
+      shortest = min(map(len, texts))  # 2025-02-28T00:00:00 is 2025-02-28.
+      return compare(*(x.replace("/", "-")[:shortest] for x in texts))
     parts = [*map(_split, texts)]
     numbers = [part[0] if number is None else number for number, part in zip(plain, parts)]
     if plain != [None, None]:  # A number and a text.

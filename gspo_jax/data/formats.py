@@ -12,7 +12,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -139,8 +139,7 @@ def prompt(
   if starter:
     template = form.starter_template.replace("{starter}", str(starter))
   messages = [*before, tokenizer.user_turn(question, template)]
-  text = tok.chat(messages)
-  require_text_only(tok, text)
+  text = render_prompt(tok, messages)
   tokens = tuple(tok.encode(text))
   if not all(c.keeps(len(tokens)) for c in filters if c.field == TOKENS):
     return None
@@ -157,14 +156,22 @@ def prompt(
   return structs.Prompt(row_id, question, answer, tokens, demonstration, info, thinks)
 
 
-def require_text_only(tok: tokenizer.Tokenizer, text: str) -> None:
-  """Raises BadRow for a special token of an image, video or sound."""
+def render_prompt(tok: tokenizer.Tokenizer, messages: Sequence[Mapping[str, str]]) -> str:
+  """Renders the messages of a row.
+
+  Raises BadRow if the template refuses them, or for a special token of an image, video or sound.
+  """
+  try:
+    text = tok.chat(messages)
+  except tokenizer.TokenizerError as error:
+    raise BadRow(f"{error}, or the messages of the row") from error
   for match in _MEDIA.finditer(text):
     if len(tok.encode(match[0])) == 1:
       raise BadRow(
         f"the prompt has the token {match[0]}, and only text is supported, no image, video or"
         " sound. Remove it from the row, or drop such rows with `where FIELD!~TOKEN`"
       )
+  return text
 
 
 def _messages(row: Mapping[str, Any], form: Format) -> list[dict[str, Any]]:

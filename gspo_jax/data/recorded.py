@@ -14,7 +14,7 @@ import numpy as np
 
 from gspo_jax.data import replies, tokenizer
 from gspo_jax.data.files import BadRow, Skipped, read
-from gspo_jax.data.formats import require_text_only
+from gspo_jax.data.formats import render_prompt
 from gspo_jax.data.sources import Prompts
 from gspo_jax.settings.data import DataError
 from gspo_jax.settings.rewards import LARGEST_REWARD
@@ -144,10 +144,11 @@ def _read(
     raise BadRow(f"a row is an object with fields, and this is {row!r:.40}. Correct the row")
   if row.get("eval") is True:
     raise BadRow("it is from an evaluation: held-out problems are not trained on. Name other files")
+  if row.get("turns"):
+    raise BadRow("it is a conversation of several turns. Name files of single turns")
   question, reward = _text(row, "prompt"), _reward(row)
   messages = [tokenizer.user_turn(question, template)]
-  text = tok.chat(messages)
-  require_text_only(tok, text)
+  text = render_prompt(tok, messages)
   prompt_ids = _ids(row, "prompt_ids", limits.prompt_tokens, limits.vocabulary)
   if prompt_ids is None:
     prompt_ids = tok.encode(text)

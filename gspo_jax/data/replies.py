@@ -21,7 +21,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from gspo_jax.data.special_tokens import TokenizerError
 from gspo_jax.data.tokenizer import HFTokenizer, Tokenizer
 
-_TAG = re.compile(r"[<\[◁][^\s<>\[\]◁▷]+[>\]▷]")  # <think>, </think>, <|thinking|>, [THINK]
+# <think>, </think>, <|thinking|>, [THINK]. Not [A] or [1,2], which questions may end with.
+_TAG = re.compile(r"[<\[◁][|｜/]*[^\W\d_]{2}[^\s<>\[\]◁▷]*[>\]▷]")
 _LAST = re.compile(rf"({_TAG.pattern})(\s*)\Z")  # A tag at the end of a text.
 _TAIL = 200  # A prompt's last tag is searched in this many characters at the prompt's end.
 _THOUGHT = re.compile(r"think|thought|reason|reflect", re.IGNORECASE)
@@ -63,14 +64,14 @@ def continuation(
 
 
 def without_repeated_tag(prompt: str, response: str) -> str:
-  """Removes a response's first tag if the prompt ends with the same tag.
+  """Removes a response's first tag if the prompt ends with the same tag, and more text follows.
 
   For a truncated response, the result is the continuation, because templates render only finished
   responses.
   """
   tag, space = _last_tag(prompt)
   text = response.lstrip()
-  if not tag or not text.startswith(tag):
+  if not tag or not text.startswith(tag) or text.rstrip() == tag:
     return response
   text = text.removeprefix(tag)
   return text.removeprefix(space) if space else text

@@ -121,6 +121,8 @@ def read_standings(path: str | Path) -> dict[str, Contest]:
   if not Path(path).is_file():
     raise ValueError(f"standings={path}: there is no such file; name one, or leave the key empty")
   for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
+    if not line.strip():
+      continue
     try:
       row = jsons.parse_object(line)
       points, ratings = (np.asarray(row[name], float) for name in ("points", "ratings"))

@@ -87,7 +87,9 @@ def test_there_is_no_order_between_a_number_and_a_text_without_one(text):
     (">=2024-10-01", "2024-09-30T23:59:59", False), (">=2024", "2024-10-01", True),
     ("<2025", datetime.date(2024, 12, 31), True), (">=3", "2024-10-01", BAD),
     (">=2024-10-01", datetime.datetime(2024, 10, 1, 5), True), (">=2024-10-01", "Oct 2024", BAD),
-    ("<2025-03-01", "2025/02/28", True),
+    ("<2025-03-01", "2025/02/28", True), ("<=2025-02-28", "2025-02-28T00:00:00", True),
+    ("==2025-02-28", "2025-02-28T00:00:00", True), (">2025-02-27", "2025-02-27T09:00:00", False),
+    (">2024", "2024-10-01", False),
   ],
 )  # fmt: skip
 def test_kinds_of_fields(clause, field, expected):

@@ -114,6 +114,7 @@ BAD = {
   "a stop token inside": (ROW | dict(response_ids=[STOP, 3, STOP]), f"stop token {STOP}"),
   "a text that is not what was sampled": (ROW | dict(response="\ufffd", length=2), "length=2"),
   "a held-out problem": (ROW | dict(eval=True), "evaluation"),
+  "a conversation": (ROW | dict(turns=[dict(role="policy", text="3", length=2)]), "several turns"),
 }
 
 

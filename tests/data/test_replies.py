@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from gspo_jax.data import formats, recorded, replies, sources, tokenizer
 from gspo_jax.data.files import BadRow
-from gspo_jax.settings.data import DataConfig
+from gspo_jax.settings.data import DataConfig, DataError
 
 STOP = "<|im_end|>"
 MARKS = (
@@ -201,10 +201,28 @@ def test_thoughts_of_earlier_turns_are_the_template_s(tmp_path):
     ("q<answer>", "<answer>2</answer>", "2</answer>"),
     ("q: ", THOUGHT, THOUGHT),
     ("q<b>", PLAIN, PLAIN),
+    ("Sort [1,2]", "[1,2]", "[1,2]"),
+    ("[A] or [B]", "[B] is right", "[B] is right"),
+    ("[True] or [False]", "[False]", "[False]"),
   ],
 )
 def test_without_a_template_the_prompt_s_end_decides(prompt, response, expected):
   assert replies.continuation(data_cases.BYTES, [], prompt, response) == expected
+
+
+def test_messages_that_a_template_refuses_are_a_bad_row(tmp_path):
+  tok, _ = checkpoint(tmp_path, "{{ raise_exception('roles must alternate') }}")
+  rows = [dict(question="1+1?", answer="2")]
+  path = data_cases.write(tmp_path / "rows.jsonl", rows)
+  with pytest.raises(
+    DataError, match=r"rows\.jsonl, line 1: .*alternate.*or the messages of the row"
+  ):
+    sources.load_spec(data_cases.config(max_prompt_tokens=500), tok, path, "data.train")
+  recording = data_cases.write(tmp_path / "r.jsonl", [dict(prompt="a", response="b", reward=1.0)])
+  with pytest.raises(DataError, match=r"r\.jsonl, line 1: .*alternate"):
+    recorded.load(
+      recording, tok, "{question}", recorded.Limits(9, 500, 500, tok.vocab_size), "raise"
+    )
 
 
 def test_a_recorded_length_tells_what_was_sampled(tmp_path):

@@ -64,7 +64,7 @@ def test_impossible_results(score):
 @pytest.mark.parametrize(
   "line",
   [
-    "", "{", "[1]", "[" * 10**5, '{"contest_id": 1, "points": [1], "points": [2], "ratings": [1]}',
+    "{", "[1]", "[" * 10**5, '{"contest_id": 1, "points": [1], "points": [2], "ratings": [1]}',
     '{"contest_id": 1, "points": [1], "ratings": [1, 2]}',
     '{"contest_id": 1, "points": [], "ratings": []}',
     '{"contest_id": 1, "points": [NaN], "ratings": [1]}',
@@ -73,6 +73,8 @@ def test_impossible_results(score):
 )  # fmt: skip
 def test_standings_that_are_none_are_named_with_their_line(line, tmp_path):
   path = tmp_path / "standings.jsonl"
+  path.write_text('{"contest_id": 1, "points": [1], "ratings": [1500]}\n\n')
+  assert list(elo.read_standings(path)) == ["1"]
   path.write_text('{"contest_id": 1, "points": [1], "ratings": [1500]}\n' + line + "\n")
   with pytest.raises(ValueError, match=f"{path}, line 2 is no contest"):
     elo.read_standings(path)
