@@ -389,11 +389,11 @@ def sample_arrays(
     reviews: one dictionary per mini-batch, from the pass of `passes.make_review`.
   """
   columns = {name: [review[name] for review in reviews] for name in reviews[0]}
-  columns["unit_BT"] = [batch.unit_BT for batch in batches]
-  if c.estimator.on_devices:  # Otherwise the advantages were computed on the host.
+  for name in ("unit_BT", "advantage_BT"):
+    columns[name] = [getattr(batch, name) for batch in batches]
+  if c.estimator.on_devices:  # Otherwise the responses' advantages were computed on the host.
     columns["old_value_BT"] = [batch.critic_targets.old_value_BT for batch in batches]
     columns["advantage_B"] = [batch.advantage_B for batch in batches]
-    columns["advantage_BT"] = [batch.advantage_BT for batch in batches]
   fetch = functools.partial(
     in_rollout_order, batches=batches, rows=len(rollout.tokens), group_size=c.rl.group_size
   )

@@ -167,8 +167,11 @@ def trees(
     dropped = rows // G * size
     read_BT = (sequences.segments_RT > 0) & (after_BT < branch)
     place_BT = jnp.where(read_BT, place_BT, dropped)
-    # Only the first sequence of a tree writes the trunk. All sequences of the tree read the trunk.
-    written_BT = jnp.where(in_trunk_BT & (member_B1 > 0), dropped, place_BT)
+    # A tree's first sequence with a prompt writes the trunk, which all its sequences read. (After a
+    # failure of sampling, a sequence may have no prompt.)
+    writer_t1 = jnp.argmax(prompt_B.reshape(-1, G) > 0, axis=1)[:, None]
+    writes_B1 = member_B1 == jnp.repeat(writer_t1, G, axis=0)
+    written_BT = jnp.where(in_trunk_BT & ~writes_B1, dropped, place_BT)
     arranged = arrange(sequences, written_BT, (rows, size // G))
     return arranged.replace(place_BT=place_BT, tree=Tree(trunk, G), responses=branch)
 

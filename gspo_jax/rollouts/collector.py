@@ -393,7 +393,7 @@ class Collector:
     """
     for name in self._stateful.keys() & state.keys():
       self._stateful[name].set_state(state[name])
-    c = self._config
-    self._in_flight = restored(
-      state["under_way"], self._environment, c.data.max_prompt_tokens, c.sampling.max_new_tokens
-    )
+    limits = self._config.data.max_prompt_tokens, self._config.sampling.max_new_tokens
+    self._in_flight = restored(state["under_way"], self._environment, *limits)
+    if self._in_flight:  # These are resumed even if `rl.partial` is off by now.
+      self._workload = dataclasses.replace(self._workload, partial=True)

@@ -319,14 +319,19 @@ def from_state(state: Mapping[str, Any], collector: Collector) -> Collected:
 
   Raises ValueError if the batch does not fit the collector's configuration.
   """
-  arrays = np.load(io.BytesIO(base64.b64decode(state["arrays"])))
+  arrays = dict(np.load(io.BytesIO(base64.b64decode(state["arrays"]))))
   groups = [Group.from_state(g, lambda p: SingleTurn(p.tokens)) for g in state["groups"]]
+  rollout = collector.rollout(groups)
+  if (saved_BL := arrays.get("advantage_BL")) is not None:  # Maybe for another length of rows.
+    arrays["advantage_BL"] = advantage_BL = np.zeros_like(rollout.logp, saved_BL.dtype)
+    length = min(saved_BL.shape[1], advantage_BL.shape[1])
+    advantage_BL[:, :length] = saved_BL[:, :length]
   return Collected(
     groups,
-    collector.rollout(groups),
+    rollout,
     state["step"],
     state["version"],
     usage=Usage(**state["usage"]),
     metrics=dict(state["metrics"]),
-    **dict.fromkeys(ARRAYS) | dict(arrays),
+    **dict.fromkeys(ARRAYS) | arrays,
   )

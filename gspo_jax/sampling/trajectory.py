@@ -207,12 +207,12 @@ class Trajectory:
     self.finished, self.failure, self.figures = True, failure, self._default_figures(0.0)
 
   def cut(self, limit: int) -> None:
-    """Truncates a trajectory of more than `limit` tokens after the prompt.
+    """Limits the tokens after the prompt to `limit`.
 
-    The trajectory becomes unfinished, to be resumed. Its last sampled token within the limit, and
-    all later tokens, are removed. So the resumed turn has at least one token to sample.
+    A longer trajectory, or an unfinished one of this length, loses its last sampled token within
+    the limit, and all later tokens. It becomes unfinished, with at least one token to sample.
     """
-    if len(self.tokens) <= limit:
+    if len(self.tokens) < limit + self.finished:
       return
     n = int(np.flatnonzero(self.turns[:limit] >= 0)[-1])
     self.turn = int(self.turns[n])

@@ -30,8 +30,10 @@ from gspo_jax.settings.model import REFERENCE
 
 GROUP, PROMPT = 4, 8  # responses to a prompt, tokens of the longest prompt
 PROMPTS = (3, 8, 1, 0)  # the last group is missing
-LENGTHS = ((6, 15, 4, 3), (20, 9, 8, 11), (2, 13, 5, 1), (0, 0, 0, 0))  # Includes the prompt.
+# With the prompt. A blank sequence, whose sampling failed, has no prompt either.
+LENGTHS = ((0, 15, 4, 3), (20, 9, 8, 11), (2, 13, 5, 1), (0, 0, 0, 0))
 LENGTH_B, PROMPT_B = np.array(sum(LENGTHS, ())), np.repeat(np.array(PROMPTS, np.int32), GROUP)
+PROMPT_B[LENGTH_B == 0] = 0
 LONGEST_B = LENGTH_B - PROMPT_B == T - PROMPT  # the last token of these responses is not read
 UNREAD_BT = LONGEST_B[:, None] & (np.arange(T)[None] == LENGTH_B[:, None] - 1)
 

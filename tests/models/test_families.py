@@ -82,7 +82,10 @@ CASES = {  # Name: (model_type, keys)
   "qwen2_yarn": ("qwen2", rope("yarn", **LONGER, beta_fast=4.0, beta_slow=0.5)),
   "qwen3_yarn": ("qwen3", WIDE | rope("yarn", **LONGER, attention_factor=1.3, truncate=False)),
   "mistral": ("mistral", WIDE | dict(sliding_window=None)),
-  "mistral_window": ("mistral", dict(sliding_window=5, num_key_value_heads=2)),
+  "mistral_window": (
+    "mistral",
+    rope("linear", factor=2.5) | dict(sliding_window=5, num_key_value_heads=2),
+  ),
   "ministral3": (
     "ministral3",
     WIDE | rope("yarn", 1e3, **LONGER, mscale=1.2, mscale_all_dim=0.7, llama_4_scaling_beta=0.3),

@@ -212,6 +212,27 @@ def test_longer_responses_are_cut_and_go_on_with_a_smaller_limit(kind):
     went_on(first_run.position(), **options, data__max_prompt_tokens=2)
 
 
+def test_what_was_carried_over_ends_after_the_key_is_off():
+  _, (first_run, _) = iterate(2, extra_prompts=9)
+  waiting = [group.prompt for group in first_run._in_flight]
+  resumed = went_on(first_run.position(), extra_prompts=0)
+  out, _ = iterate(-(-len(waiting) // P), resumed, first=3)
+  assert waiting and not resumed[0]._in_flight
+  assert {x.id for x in waiting} <= {group.prompt.id for batch in out for group in batch.groups}
+
+
+def test_an_unfinished_response_as_long_as_a_new_limit_has_a_token_to_sample():
+  _, (first_run, _) = iterate(2, extra_prompts=9)
+  waiting = [x for group in first_run._in_flight for x in group.trajectories if len(x.tokens) > 1]
+  lengths = {True: set(), False: set()}
+  for trajectory in waiting:
+    finished, count = trajectory.finished, len(trajectory.tokens)
+    trajectory.cut(count)
+    assert trajectory.finished == finished
+    lengths[finished].add(count - len(trajectory.tokens))
+  assert lengths[False] == {1} and lengths[True] <= {0}
+
+
 def test_beginning_again_survives_a_checkpoint():
   result = goes_on(2, 4, extra_prompts=6, max_age=1)
   assert all("partial/begun_again" in batch.metrics for batch in result)

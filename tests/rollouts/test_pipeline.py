@@ -26,9 +26,10 @@ from support.rollouts import (
 )
 
 from gspo_jax import sharding
-from gspo_jax.learner.batch import place
+from gspo_jax.learner.batch import place, sample_arrays
 from gspo_jax.learner.passes import learner_of, log_probs
 from gspo_jax.models import publication, transformer
+from gspo_jax.rollouts import pipeline
 from gspo_jax.rollouts.groups import Group, filled
 from gspo_jax.rollouts.pipeline import Pipeline, read
 from gspo_jax.runs.metrics import Stopwatch
@@ -272,6 +273,31 @@ def test_a_scored_group_survives_a_checkpoint():
 
 def sampler_threads():
   return [thread for thread in threading.enumerate() if thread.name.startswith("sampler")]
+
+
+@pytest.mark.parametrize("longest", [20, 32])
+def test_a_saved_batch_of_turns_fits_another_row_length(longest):
+  options = dict(environment=Counting, objective__name="gspo_token", extra_prompts=0)
+  (batch,), _ = iterate(1, **options)
+  state = json.loads(json.dumps(pipeline.get_state(batch)))
+  used = int(batch.rollout.ends.max()) - 3
+  running, _ = collector(**options, sampling__max_new_tokens=max(longest, used))
+  restored = pipeline.from_state(state, running)
+  assert restored.advantage_BL.shape == restored.rollout.tokens.shape
+  expected, actual = (x.advantage_BL[x.rollout.mask > 0] for x in (batch, restored))
+  np.testing.assert_array_equal(actual, expected)
+
+
+def test_the_samples_log_has_the_advantages_of_turns():
+  (batch,), (running, _) = iterate(1, environment=Counting, objective__name="gspo_token")
+  mesh = sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
+  with jax.set_mesh(mesh):
+    batches = place(running._config, mesh, batch)
+    zeros = [dict(log_ratio_BT=np.zeros(x.mask_BT.shape, np.float32)) for x in batches]
+    arrays = sample_arrays(running._config, batch.rollout, batches, zeros)
+  mask_BL = batch.rollout.mask > 0
+  for logged, advantage, mask in zip(arrays["advantage_BT"], batch.advantage_BL, mask_BL):
+    np.testing.assert_allclose(logged[: len(mask)][mask], advantage[mask], rtol=1e-6)
 
 
 def test_what_fails_in_the_thread_is_raised_where_the_batch_is_missed():

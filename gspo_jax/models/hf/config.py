@@ -118,6 +118,9 @@ def _from_hf(raw: dict[str, Any]) -> ModelConfig:
   layers = _take(raw, "num_hidden_layers", int)
   if "linear.kernel" not in architecture.fields:  # Otherwise `architecture.read` reads layer_types.
     values |= _windows(raw, architecture, layers)
+  scaled = raw["rope"].rule != "default"
+  if scaled and values.get("sliding_window") and not architecture.ropes_by_kind:
+    values["rope"] = dataclasses.replace(raw["rope"], local=True)  # All layers share the rule.
   return _grouped(values | architecture.read(raw))
 
 
