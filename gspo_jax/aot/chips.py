@@ -21,7 +21,7 @@ def parse(topology: str) -> tuple[Chip, int]:
   """Returns the kind of chip and the number of chips of a topology.
 
   Raises:
-    ValueError: the chip is unknown, or the format is wrong.
+    ValueError: the chip is unknown, the format is wrong, or no slice has such a side.
   """
   name, _, shape = topology.partition(":")
   tpu = name in CHIPS and re.fullmatch(rf"\d+(x\d+){{1,{CHIPS[name].axes - 1}}}", shape)
@@ -42,6 +42,8 @@ def parse(topology: str) -> tuple[Chip, int]:
       f"--topology={topology}: write CHIP:AxB or CHIP:AxBxC, where CHIP is one of "
       f"{', '.join(CHIPS)}, or GPU:N or GPU:HOSTSxN, where GPU is one of {', '.join(GPUS)}"
     )
+  if tpu and any(n not in (1, 2) and (n % 4 or not n) for n in sides(topology)):
+    raise ValueError(f"--topology={topology}: a side of a slice is 1, 2, or a multiple of 4")
   return (CHIPS | GPUS)[name], math.prod(sides(topology))
 
 

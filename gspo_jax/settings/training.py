@@ -210,6 +210,10 @@ class LoraConfig:
         self.rank and not self.matrices,
         "{matrices}, {rank}: name at least one matrix, or set rank to 0",
       ),
+      (
+        self.adapter and not self.rank,
+        "{adapter}, {rank}: set rank to that of these adapters (r in adapter_config.json)",
+      ),
     ]
     ranges.refuse(self, "lora", wrong)
 

@@ -342,6 +342,7 @@ STEPS = r"objective\.segment_delimiters=.*segment_unit='step'"
 
 # Refused by the estimator of advantages, or by a section itself.
 REFUSED_BY_SECTIONS = [
+  (BASE, dict(lora__adapter="x"), r"lora\.adapter='x', lora\.rank=0: set rank to that of these"),
   (BASE, dict(rl__group_size=1), r"rl\.group_size=1: advantages are relative"),
   (BASE, dict(eval__every=0), r"eval\.every=0 must be .*: .* for these two alone set a number"),
   (BASE, {TUNED: dict(dapo=dict(clip_low=2.0))}, r"tuned\.dapo\.clip_low=2\.0 must be"),
@@ -713,7 +714,13 @@ SECTIONS_OFF = (
   "lora",
   "objective.adaptive_clip",
 )
-SWITCHES = ("lora.rank", "critic.name", "distillation.teacher", "objective.adaptive_clip.target")
+SWITCHES = (
+  "lora.rank",
+  "lora.adapter",
+  "critic.name",
+  "distillation.teacher",
+  "objective.adaptive_clip.target",
+)
 KEYS_OFF = [name for name in KEYS if name.rpartition(".")[0] in SECTIONS_OFF]
 
 
