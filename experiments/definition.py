@@ -27,6 +27,7 @@ class Condition:
   changes: Changes = dataclasses.field(default_factory=dict)
   seeds: tuple[int, ...] | None = None  # None: those of the experiment
   secondary: bool = False  # the verdict does not rest on it, nor wait for it
+  measure: str = ""  # See Experiment. This function comes first.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +60,8 @@ class Experiment:
   minutes: float = 2.5  # Minutes of one run on one core, for estimates.
   start_minutes: float = 2.0  # Minutes of one cold start.
   columns: tuple[str, ...] = ()  # regular expressions: more metrics for results.csv and curves.csv
-  # "package.module:function" that is called with the open run in the place of training, and writes
-  # rows of metrics (phase "rl").
+  # "package.module:function ARGUMENT ..." is called with the open run and the arguments in the
+  # place of training, and writes rows of metrics (phase "rl").
   measure: str = ""
   pod: bool = True  # whether its conditions make sense with the flagship's configuration
 

@@ -158,7 +158,8 @@ def _add(
   changes = {**experiment.common, **condition.changes, **setting}
   start = _start(jobs, experiment, changes, seed)
   values = applied(experiment.base, HABITS | changes | dict(job="rl", seed=seed))
-  job = Job(name, stage, seed, changes, values, experiment.base, start, experiment.measure)
+  measure = condition.measure or experiment.measure
+  job = Job(name, stage, seed, changes, values, experiment.base, start, measure)
   jobs[job.key] = job
 
 

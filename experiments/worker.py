@@ -77,8 +77,9 @@ def do(values: dict[str, Any], workdir: Path, measure: str = "") -> tuple[str, s
   try:
     with preemption.watch(config.checkpoint.grace_s), open_run(read_inputs(config, workdir)) as run:
       if measure:
-        module, _, function = measure.partition(":")
-        getattr(importlib.import_module(module), function)(run)
+        name, *arguments = measure.split()
+        module, _, function = name.partition(":")
+        getattr(importlib.import_module(module), function)(run, *arguments)
       else:
         command_line.run_job(run)
   except nonfinite.NonFiniteError as error:

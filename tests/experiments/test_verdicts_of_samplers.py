@@ -1,4 +1,4 @@
-"""Verdicts of E7 and E13 on made-up results, so that the truth is known."""
+"""Verdicts of E7, E13 and E26 on made-up results, so that the truth is known."""
 
 import numpy as np
 import pytest
@@ -38,6 +38,19 @@ def test_e7_tells_what_the_samplers_log_probs_cost(lost, outcome):
   assert float(line.split(" | ")[4].split()[0]) == pytest.approx(-lost, abs=0.005)
 
 
+@pytest.mark.parametrize("lost, outcome", [(0.01, HOLDS), (0.08, FAILS), (0.032, OPEN)])
+def test_e26_judges_the_int8_cache_by_recomputed_log_probs(lost, outcome):
+  def value(c):
+    losses = dict(recomputed=lost, own=0.2)
+    return {"eval/final": 0.4 - losses.get(c.name, 0.0), "reward/mean": 0.3}
+
+  result = report("e26", value)
+  assert result.verdict.outcome == outcome, result.verdict
+  gaps = [text for text in result.tables[1].splitlines() if text.startswith("| int8")]
+  gaps = [float(text.split(" | ")[2].split()[0]) for text in gaps]
+  np.testing.assert_allclose(gaps, [-lost, 0.0, -0.2], atol=0.005)
+
+
 @pytest.mark.parametrize("more, outcome", [(0.5, HOLDS), (0.0, FAILS)])
 def test_e13_compares_warm_iterations(more, outcome):
   """The first iterations compile and do not count."""
@@ -57,7 +70,7 @@ def test_e13_compares_warm_iterations(more, outcome):
   assert float(line.split(" | ")[7].split()[0]) == pytest.approx(1 + more / 3.12, abs=0.01)
 
 
-@pytest.mark.parametrize("name", ["e7", "e13"])
+@pytest.mark.parametrize("name", ["e7", "e13", "e26"])
 def test_without_runs_nothing_is_claimed(name):
   _, module = definition.load(definition.find(name))
   none = pd.DataFrame(columns=["condition", "seed", "stage", "status"])
