@@ -20,6 +20,7 @@ if __name__ == "__main__":
   before_jax.begin_command("train")
 
 import jax
+from etils import epath
 
 from gspo_jax import sharding
 from gspo_jax.data import tokenizer as tokenizers
@@ -67,7 +68,7 @@ def export(
   if adapters and not checkpoint.adapters.rank:
     raise ValueError(f"RUN={run}: {checkpoint.path} has no adapters: leave out --adapters")
   if adapters:
-    peft.check_readable(model, checkpoint.adapters)
+    peft.check_readable(model, checkpoint.adapters, _base(checkpoint, base))
   if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
     raise ValueError(f"DIR={directory} exists and is not empty: give a new name")
   tokenizer = tokenizer or checkpoint.tokenizer
@@ -86,7 +87,7 @@ def export(
     else:
       # Float32 keeps values above 65504, the largest float16, so that `save` can refuse them.
       loaded = checkpoint.load(model, mesh, "float32" if dtype == "float16" else dtype)
-      hf.save(directory, loaded, model, dtype=dtype, more=ids, like=_published(checkpoint))
+      hf.save(directory, loaded, model, dtype=dtype, more=ids, like=_origin(checkpoint))
   generation = directory / "generation_config.json"
   if tokenizer != "bytes":
     tokenizers.copy(hub.directory(tokenizer), directory)
@@ -115,6 +116,16 @@ def _unpublished_base(checkpoint: RunCheckpoint) -> str:
 def _published(checkpoint: RunCheckpoint) -> str:
   """Returns the run's published initial model; "" for other initial weights."""
   return _absolute(checkpoint.config.get("provenance", {}).get("start", {}).get("directory", ""))
+
+
+def _origin(checkpoint: RunCheckpoint) -> str:
+  """Returns the published model of the first in a chain of runs; "" if it is unknown."""
+  while name := checkpoint.config.get("provenance", {}).get("start", {}).get("checkpoint"):
+    earlier = weight_source.find(name) if epath.Path(name).exists() else None
+    if earlier is None:
+      return ""
+    checkpoint = earlier
+  return _published(checkpoint)
 
 
 def _absolute(name: str) -> str:

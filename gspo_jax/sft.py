@@ -119,7 +119,7 @@ def held_out(run: Run, source: Sequence[Prompt]) -> tuple[frozenset[str], Callab
   prompts, batches, sums_of = [], [], make_sft_loss(learner_of(c, "sft"))
   if c.sft.target_loss:
     if isinstance(source, sources.Mixture):  # Weights could hold out a whole small source.
-      source = sources.Mixture(source.sources, tuple(float(len(x)) for x in source.sources))
+      source = sources.Mixture(source.sources)
     prompts = next(sources.Batches(source, count, seed=0))
   for start in range(0, len(prompts), rows):  # Batches have the size of a micro-batch.
     chosen = prompts[start : start + rows]

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import jax
@@ -144,6 +145,20 @@ def test_values_beyond_float16_are_refused_with_the_tensor(trained, tmp_path, mo
   )
   assert not (tmp_path / "out").exists()
   export.main([str(workdir), str(tmp_path / "out"), "--dtype=bfloat16"])
+
+
+@pytest.mark.parametrize("directory", ["org/model@0123abc", ""])
+def test_parts_beside_the_language_model_are_those_of_the_first_run(trained, directory, tmp_path):
+  """Also if RL started from a cold start in another workdir."""
+  first = shutil.copytree(trained[0], tmp_path / "first")
+  values = json.loads((first / "config.json").read_text())
+  values["provenance"]["start"] = dict(directory=directory) if directory else {}
+  (first / "config.json").write_text(json.dumps(values))
+  start = dict(checkpoint=str(first / "checkpoints/sft/2"), step=2)
+  later = weight_source.RunCheckpoint(Path("x/checkpoints/rl/3"), dict(provenance={"start": start}))
+  assert export._origin(later) == directory
+  shutil.rmtree(first)
+  assert export._origin(later) == ""
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ ID_FIELDS = ("id", "ID", "task_id", "unique_id", "question_id", "problem_id")
 JSON = "json:"
 # Maximum number of characters of a field in `Prompt.info`, to limit memory.
 MAX_INFO = 1000
+_EXACT = decimal.Context(prec=80)  # Decimals of Parquet have up to 76 digits.
 # Names of special tokens that stand for an image, a video or a sound, such as <|image_pad|>.
 _MEDIA = re.compile(r"<[^<>]*(?:image|video|vision|audio)[^<>]*>|\[IMG[^\[\]]*\]")
 
@@ -269,13 +270,14 @@ def text_of(row: Mapping[str, Any], name: str, key: str, numbers: bool = True) -
     row: the row.
     name: name of the field, or template.
     key: configuration key for `name`, for messages.
-    numbers: whether numbers are converted to text. If False, a field with a number is bad.
+    numbers: whether numbers are converted to text. If False, a field with a number is bad, except
+      in a template.
 
   Raises:
     BadRow: a field is missing, empty, or of another type, or has invalid characters.
   """
   if "{" in name:
-    return re.sub(r"\{([^{}]+)\}", lambda match: text_of(row, match[1], key, numbers), name)
+    return re.sub(r"\{([^{}]+)\}", lambda match: text_of(row, match[1], key), name)
   value = _lookup(row, name, key)
   try:
     text = _text(value, numbers)
@@ -332,7 +334,7 @@ def _text(value: Any, numbers: bool) -> str:
   if isinstance(value, bytes):  # TFDS has texts as bytes.
     return value.decode("utf-8")
   if numbers and isinstance(value, decimal.Decimal) and value.is_finite():
-    return f"{value.normalize():f}"
+    return f"{value.normalize(_EXACT):f}"
   if isinstance(value, np.generic):
     value = _plain(value)
   integer = isinstance(value, int) and not isinstance(value, bool)

@@ -157,6 +157,9 @@ def _read(
   if row.get("response_ids") is None and list(prompt_ids) != tok.encode(text):
     text = replies.whole_text(tok, prompt_ids)  # Another template rendered the prompt.
   row = {key: value for key, value in row.items() if value is not None or key == "reward"}
+  for key in ("prompt_id", "answer"):
+    if isinstance(row.get(key), str):
+      _text(row, key)
   name = row.get("prompt_id", question[:200])
   answer = row.get("answer", "")
   answer = answer[:1000] if isinstance(answer, str) else ""

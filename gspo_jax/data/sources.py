@@ -66,7 +66,11 @@ class Mixture:
   """Several sources, one after another. Weights affect `Batches`, not the indices."""
 
   sources: tuple[Source, ...]
-  weights: tuple[float, ...]
+  spec_weights: tuple[float, ...] = ()  # () if weights are the sources' sizes.
+
+  @property
+  def weights(self) -> tuple[float, ...]:
+    return self.spec_weights or tuple(float(len(source)) for source in self.sources)
 
   @property
   def skipped(self) -> int:
@@ -111,18 +115,12 @@ def load_spec(
   if len(parts) == 1:
     return _load_part(config, tok, parts[0], key, None, check)
   places = {}  # `Reader.places` of all parts, since two parts may read the same file.
-  sources = [_load_part(config, tok, part, key, places, check) for part in parts]
-  return Mixture(tuple(sources), tuple(weights or map(float, map(len, sources))))
+  sources = tuple(_load_part(config, tok, part, key, places, check) for part in parts)
+  return Mixture(sources, tuple(weights))
 
 
 def parts_of(spec: str, key: str) -> list[re.Match]:
-  """Parses a spec into its sources.
-
-  Each source is a regex match with the groups form, path, weight and where.
-
-  Raises:
-    DataError: the spec is empty, or has an empty source.
-  """
+  """Parses a spec into matches of `_SPEC`. Raises DataError for an empty spec or source."""
   if not spec.strip():
     raise DataError(f"{key} is empty. Set --config.{key} to a file or data set")
   parts = [_SPEC.fullmatch(part.strip()) for part in spec.split(",")]
@@ -368,7 +366,7 @@ def fitting(source: Source, tok: tokenizer.Tokenizer, length: int, on_error: str
   """
   if isinstance(source, Mixture):
     parts = tuple(fitting(part, tok, length, on_error) for part in source.sources)
-    return Mixture(parts, source.weights)
+    return Mixture(parts, source.spec_weights)
   rows = []
   for index in probe(len(source)) if isinstance(source, Embedded) else range(len(source)):
     prompt = source[index]

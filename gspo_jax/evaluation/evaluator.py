@@ -330,8 +330,9 @@ class Evaluator:
       if self.signals is not None:
         tokens = [trajectory.tokens for trajectory in trajectories]
         measured, unmeasured = self.signals(responses, tokens, stopped, prompts)
+        missing = {*unmeasured, *unknown}
         for i, row in enumerate(rows):
-          row["signals"] = {n: None if i in unmeasured else float(measured[n][i]) for n in measured}
+          row["signals"] = {n: None if i in missing else float(x[i]) for n, x in measured.items()}
     for i, reason in unknown.items():
       rows[i]["unknown"] = reason
     return outcomes, rows

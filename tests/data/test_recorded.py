@@ -113,6 +113,8 @@ BAD = {
   "a million ids": (ROW | dict(response_ids=[1] * 1_000_000), "1000000 tokens"),
   "a stop token inside": (ROW | dict(response_ids=[STOP, 3, STOP]), f"stop token {STOP}"),
   "a text that is not what was sampled": (ROW | dict(response="\ufffd", length=2), "length=2"),
+  "half of a character in its answer": (ROW | dict(answer="ok \ud83d"), "answer has half of a"),
+  "half of a character in its name": (ROW | dict(prompt_id="\ud83d"), "prompt_id has half of a"),
   "a held-out problem": (ROW | dict(eval=True), "evaluation"),
   "a conversation": (ROW | dict(turns=[dict(role="policy", text="3", length=2)]), "several turns"),
 }

@@ -370,6 +370,19 @@ def test_demonstrations_that_do_not_fit(tmp_path):
     sources.fitting(source, BYTES, 2, "skip")
 
 
+@pytest.mark.parametrize("weights, expected", [(("", ""), (2.0, 4.0)), ((":3", ":1"), (3.0, 1.0))])
+def test_rows_that_do_not_fit_take_no_part_in_the_weights(tmp_path, weights, expected):
+  """Sources without weights are drawn in proportion to the rows that are left."""
+  sizes = dict(long=(2, 3), short=(4, 0))
+  for name, (fitting, too_long) in sizes.items():
+    rows = [{"question": f"{name[0]}{i}", "answer": "b"} for i in range(fitting)]
+    rows += [{"question": f"{name}{i}", "answer": "b" * 9} for i in range(too_long)]
+    write(tmp_path / f"{name}.jsonl", rows)
+  spec = ", ".join(f"{tmp_path}/{name}.jsonl{weight}" for name, weight in zip(sizes, weights))
+  source = sources.fitting(load(spec, on_error="skip"), BYTES, 6, "skip")
+  assert source.weights == expected and len(source) == 6
+
+
 def test_embedded_demonstrations_are_checked_in_samples():
   source = load("arithmetic:train")
   assert sources.fitting(source, BYTES, 32, "raise") is source

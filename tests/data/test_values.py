@@ -44,6 +44,24 @@ def test_rows_of_messages(tmp_path):
     load(bad, question_field="prompt")
 
 
+def test_a_question_of_fields_takes_numbers_and_a_number_alone_is_refused(tmp_path):
+  path = write(tmp_path / "a.jsonl", [dict(a=3, b=4.0, answer="7")])
+  (prompt,) = load(path, question_field="{a} + {b}")
+  assert prompt.question == "3 + 4"
+  with pytest.raises(sources.DataError, match=r"'a' is 3 \(int\), and text was expected"):
+    load(path, question_field="a")
+
+
+def test_decimals_of_parquet_keep_all_their_digits(tmp_path):
+  import pyarrow as pa
+  from pyarrow import parquet
+
+  answer = "12345678901234567890123456789012345678"
+  answers = pa.array([decimal.Decimal(answer)], pa.decimal128(38, 0))
+  parquet.write_table(pa.table(dict(question=["q"], answer=answers)), tmp_path / "a.parquet")
+  assert [prompt.answer for prompt in load(f"{tmp_path}/a.parquet")] == [answer]
+
+
 @pytest.mark.parametrize(
   "kind", ["float16", "float32", "float64", "decimal128(9, 4)", "decimal256(40, 4)"]
 )

@@ -21,7 +21,9 @@ from gspo_jax.evaluation.benchmarks import Benchmark, check_problems
 from gspo_jax.evaluation.evaluator import Evaluator
 from gspo_jax.evaluation.statistics import pass_at_k, problem_rows, summary
 from gspo_jax.models import transformer
+from gspo_jax.rewards.signals import Signals
 from gspo_jax.sampling import LocalEngine, SingleTurn, Trajectory
+from gspo_jax.sampling.trajectory import recorded_turn
 from gspo_jax.settings.evaluation import BenchmarkConfig
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.sampling import LOCAL_ENGINE
@@ -116,18 +118,33 @@ def unknown_for(*problems):
   return score
 
 
-def test_a_response_that_could_not_be_sampled_is_unknown():
-  def score(responses, prompts, finished):
-    failed = {i: f"{x}: {x.reason}" for i, x in enumerate(responses) if isinstance(x, Failure)}
-    correct = np.array([i not in failed for i in range(len(responses))], np.float32)
-    return rewards.Scores(correct, {}, correct, failed)
+def unless_failed(responses, prompts, finished):
+  """All responses are right but those that could not be sampled."""
+  failed = {i: f"{x}: {x.reason}" for i, x in enumerate(responses) if isinstance(x, Failure)}
+  correct = np.array([i not in failed for i in range(len(responses))], np.float32)
+  return rewards.Scores(correct, {}, correct, failed)
 
+
+def test_a_response_that_could_not_be_sampled_is_unknown():
   sampled = [Trajectory(PROBLEMS[0].tokens, i, 0, SingleTurn(())) for i in range(2)]
   sampled[1].fail("6 calls failed")
-  outcome = evaluator()._verdicts(benchmark(score), PROBLEMS[:1] * 2, ["5", ""], sampled)
+  outcome = evaluator()._verdicts(benchmark(unless_failed), PROBLEMS[:1] * 2, ["5", ""], sampled)
   reason = "crash: 6 calls failed"
   rows = [dict(reward=1.0, correct=True), dict(reward=0.0, correct=False, unknown=reason)]
   assert outcome[1] == rows
+
+
+def test_constraints_leave_out_responses_without_a_verdict():
+  limit = dict(constraints__costs__length__bound="at_most", constraints__costs__length__limit=5.0)
+  config = config_of(common.base, **limit)
+  sampled = [Trajectory(PROBLEMS[0].tokens, i, 0, SingleTurn(())) for i in range(2)]
+  tokens = np.arange(65, 75, dtype=np.int32)
+  sampled[0] = recorded_turn(PROBLEMS[0].tokens, 0, tokens, True)
+  sampled[1].fail("6 calls failed")
+  judge = dataclasses.replace(evaluator(), signals=Signals(config.constraints, config.reward, {}))
+  mine = benchmark(unless_failed, problems=PROBLEMS[:1], samples=2)
+  row = summary(mine, judge._score(mine, [0], sampled))
+  assert row["constraint/length"] == len(tokens)
 
 
 def test_what_is_unknown_counts_as_not_right_and_is_told(params, tmp_path):

@@ -26,6 +26,8 @@ _FURTHER = "num_nextn_predict_layers"  # Key of config.json: number of further l
 # Keys of config.json for further layers.
 _KEYS = (_FURTHER, "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
 
+_DTYPES = ("torch_dtype", "dtype")  # Keys of config.json.
+
 Names = dict[str, tuple[str, str]]
 
 
@@ -64,12 +66,13 @@ class Other:
     fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in tensors)
     if fused and "{E}" in names["Moe.gate"][0]:
       names = names | FUSED
-    if not self.raw:
-      return names
+    # A text model that transformers saved from an outer model keeps the outer model's names.
     for prefix, outer in PREFIXES.items():
       if any(tensor.startswith(prefix) for tensor in tensors):
         starts = {"model.": prefix, "lm_head.": f"{outer}lm_head."}
         return {key: (_rename_start(name, starts), axes) for key, (name, axes) in names.items()}
+    if not self.raw:
+      return names
     raise CheckpointError(
       f"{self._files.name}: no tensor's name begins with {' or '.join(PREFIXES)}, as names of "
       f"model_type={self.raw['model_type']!r} do"
@@ -78,14 +81,15 @@ class Other:
   def wrap_config(self, config: dict[str, Any]) -> dict[str, Any]:
     """Returns config.json of the whole model.
 
-    An outer model keeps its own config.json, except for the dtype.
+    An outer model keeps its own config.json, except for its dtype and that of its language model.
 
     config: config.json of the language model.
     """
     if not self.raw:
       return config | self.keys
-    dtype = config["torch_dtype"]
-    return self.raw | {key: dtype for key in ("torch_dtype", "dtype") if key in self.raw}
+    text, kinds = self.raw["text_config"], dict.fromkeys(_DTYPES, config["torch_dtype"])
+    text = text | {key: kind for key, kind in kinds.items() if key in text}
+    return self.raw | {k: x for k, x in kinds.items() if k in self.raw} | dict(text_config=text)
 
   @property
   def entries(self) -> list[Entry]:

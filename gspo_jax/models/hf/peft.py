@@ -19,7 +19,7 @@ import numpy as np
 from etils import epath
 
 from gspo_jax.models import lora, transformer
-from gspo_jax.models.hf import convert, files
+from gspo_jax.models.hf import convert, files, nested
 from gspo_jax.models.hf import leaves as hf_leaves
 from gspo_jax.models.hf.architectures import names
 from gspo_jax.models.hf.config import CheckpointError, published, read_json
@@ -48,6 +48,7 @@ _WRITTEN = dict(
   fan_in_fan_out=False, use_rslora=False, use_dora=False, lora_bias=False, modules_to_save=None,
   rank_pattern={}, alpha_pattern={}, megatron_config=None, lora_dropout=0.0, inference_mode=True,
 )  # fmt: skip
+_APART = "qwen3_5", "qwen3_5_moe"  # AutoModelForCausalLM reads only the text model of these.
 _MODULE = re.compile(r"\.([^.]+)\.lora_[AB]\.weight$")  # The group is a module, such as q_proj.
 
 
@@ -118,18 +119,22 @@ def _require_plain(path: epath.Path, settings: Mapping[str, Any]) -> None:
       raise CheckpointError(f"{path}: {key}={actual!r} is not supported, only {supported}")
 
 
-def check_readable(model: ModelConfig, config: LoraConfig) -> None:
+def check_readable(model: ModelConfig, config: LoraConfig, base: str = "") -> None:
   """Raises ValueError if PEFT could not read the adapters.
 
   PEFT adapts modules by name. In transformers 5 the matrices of a dense layer are modules. The
   experts of a layer are parameters instead, with gate and up in one tensor. In Qwen3-Next and
   Qwen3.5, queries share a tensor with other projections.
+
+  base: directory or repository of the adapted model. "" means a language model alone.
   """
   shared = {leaf.name for leaf, _ in _adapted(model, config) if "+" in "".join(leaf.axes)}
   dense = {f"{name}_proj" for name in ("gate", "up", "down")} & set(config.matrices)
   layers = {model.is_moe(layer) for layer in range(model.num_layers)}
   wrong = ""
-  if shared:
+  if (outer := nested.Other(base).raw) and outer["model_type"] not in _APART:
+    wrong = f"adapts the whole {outer['model_type']} of {base}, whose modules have other names"
+  elif shared:
     wrong = f"adapts {min(shared)} as a whole, not one of its matrices"
   elif dense and len(layers) > 1:
     wrong = "ignores adapters of dense layers in a model that also has layers with experts"

@@ -90,6 +90,35 @@ def test_a_multimodal_directory_is_written_back(outer, keys, tmp_path):
   assert raw == written
 
 
+@pytest.mark.parametrize("outer, keys", [("qwen3_5", {}), ("qwen3_5_moe", EXPERTS)])
+def test_a_text_model_saved_from_a_multimodal_one(outer, keys, tmp_path):
+  """transformers leaves the names of its tensors as they were."""
+  saved_inside(tmp_path / "outer", outer, **keys)
+  model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "outer")
+  model.save_pretrained(tmp_path / "in")
+  assert any(x.startswith("model.language") for x in load_file(tmp_path / "in/model.safetensors"))
+  params, config = assert_written_back(tmp_path / "in", tmp_path / "out")
+  expected, same = hf.load(tmp_path / "outer")
+  assert config == same
+  jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_the_dtype_of_the_language_model_is_that_of_its_weights(dtype, tmp_path):
+  """In published files it is in text_config alone."""
+  saved_inside(tmp_path / "in", "qwen3_5")
+  raw = json.loads((tmp_path / "in/config.json").read_text())
+  raw = {key: x for key, x in raw.items() if "dtype" not in key}
+  raw["text_config"]["dtype"] = "bfloat16"
+  (tmp_path / "in/config.json").write_text(json.dumps(raw))
+  params, config = hf.load(tmp_path / "in")
+  hf.save(tmp_path / "out", params, config, dtype=dtype, like=str(tmp_path / "in"))
+  read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+  assert str(read.dtype) == f"torch.{dtype}"
+  written = json.loads((tmp_path / "out/config.json").read_text())
+  assert written["vision_config"] == raw["vision_config"]
+
+
 @pytest.mark.parametrize("model_type, keys", [("qwen3_next", EXPERTS), ("qwen3_5_text", {})])
 def test_layers_of_multi_token_prediction_are_written_back(model_type, keys, tmp_path):
   saved(tmp_path / "in", model_type, mtp_num_hidden_layers=1, **keys)
@@ -163,6 +192,20 @@ def test_keys_of_published_files():
 def test_what_is_not_supported_is_named(changes, message):
   with pytest.raises(ValueError, match=message):
     read(**changes)
+
+
+def test_adapters_of_a_multimodal_model_are_refused_unless_its_text_model_is_read(tmp_path):
+  config = LoraConfig(rank=1, matrices=("o_proj",))
+  save_file(MTP, tmp_path / "model.safetensors")
+  for outer, family in (("qwen3_5", "Qwen3.5-4B"), ("gemma3", "gemma-3-1b-pt")):
+    keys = dict(model_type=outer, text_config={})
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    peft.check_readable(PUBLISHED[family], config)
+    if outer == "qwen3_5":
+      peft.check_readable(PUBLISHED[family], config, str(tmp_path))
+      continue
+    with pytest.raises(ValueError, match=r"PEFT adapts the whole gemma3 of .*, without --ad"):
+      peft.check_readable(PUBLISHED[family], config, str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["Qwen3.5-0.8B", "Qwen3.5-35B-A3B", "Qwen3-Next-80B-A3B-Instruct"])
