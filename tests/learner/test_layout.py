@@ -75,15 +75,17 @@ def sharing(model, microbatches=1, group_size=GROUP, **compute):
   pytest.param(
     "dense", (2, 2, 1, 2), "none", 1, dict(remat="full"), marks=pytest.mark.long
   ),
-  ("gemma", None, "none", 2, dict(attention="blockwise")),  # windows across trunk and branch
-  ("hybrid", None, "none", 1, {}),  # branches begin at the state of their trunk
+  # Windows reach across trunk and branch.
+  pytest.param("gemma", None, "none", 2, dict(attention="blockwise"), marks=pytest.mark.long),
+  # Branches begin at the state of their trunk.
+  pytest.param("hybrid", None, "none", 1, {}, marks=pytest.mark.long),
   pytest.param("hybrid_moe", (1, 2, 2, 2), "R3", 2, {}, marks=pytest.mark.long),
   pytest.param("hybrid", (2, 2, 1, 2), "none", 1, dict(remat="full"), marks=pytest.mark.long),
   ("gemma", None, "none", 1, dict(group_size=1)),  # the head reads less all the same
   pytest.param("dense", (2, 2, 1, 2), "none", 1, dict(group_size=1), marks=pytest.mark.long),
   pytest.param("moe", None, "R2", 2, {}, marks=pytest.mark.long),
   # Two responses on each device: half of a group.
-  ("shallow_moe", (1, 2, 2, 2), "R3", 2, {}),
+  pytest.param("shallow_moe", (1, 2, 2, 2), "R3", 2, {}, marks=pytest.mark.long),
   pytest.param("moe", (1, 2, 2, 2), "R3", 2, {}, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_update_with_shared_prompts_equals_the_plain_update(

@@ -36,8 +36,17 @@ def test_a_scan_covers_as_many_layers_as_repeat():
   assert layers_of(NESTED) == [[[0, 1, 3, 4], [2, 5]], [[6]]]
 
 
-@pytest.mark.parametrize("model", [WINDOWS, PERIODIC, NESTED], ids=["windows", "mixed", "nested"])
-@pytest.mark.parametrize("replayed", [False, True], ids=["chosen", "replayed"])
+@pytest.mark.parametrize(
+  "model, replayed",
+  [
+    pytest.param(WINDOWS, False, id="windows"),
+    pytest.param(PERIODIC, True, id="mixed-replayed"),
+    pytest.param(NESTED, False, id="nested", marks=pytest.mark.long),
+    pytest.param(WINDOWS, True, id="windows-replayed", marks=pytest.mark.long),
+    pytest.param(PERIODIC, False, id="mixed", marks=pytest.mark.long),
+    pytest.param(NESTED, True, id="nested-replayed", marks=pytest.mark.long),
+  ],
+)
 def test_several_stacks_are_the_layers_in_order(model, replayed, monkeypatch):
   monkeypatch.setattr(layer_scan, "UNROLLED", 0)
   params, tokens = initial(model), transformer.example_tokens(model, 3, 10)

@@ -140,9 +140,9 @@ def test_a_loop_over_layers_gives_the_gradients_of_unrolled_ones(config, monkeyp
 @pytest.mark.parametrize(
   "experts, remat, shape, pattern",
   [
-    ("ragged", "both", (1, 4, 2, 1), 1),
     ("ragged", "both", (1, 4, 2, 1), 2),
-    ("ragged", "both", (1, 4, 2, 1), 3),
+    pytest.param("ragged", "both", (1, 4, 2, 1), 1, marks=pytest.mark.long),
+    pytest.param("ragged", "both", (1, 4, 2, 1), 3, marks=pytest.mark.long),
     pytest.param("blocks", "none", (2, 2, 2, 1), 1, marks=pytest.mark.long),
     pytest.param("megablox", "full", (2, 2, 1, 2), 1, marks=pytest.mark.long),
   ],

@@ -73,7 +73,7 @@ def hybrid(**changes):
   "changes",
   [
     dict(slots=1, steps=1, prefill_tokens=16),
-    dict(partial=True, cache_dtype="bfloat16"),
+    pytest.param(dict(partial=True, cache_dtype="bfloat16"), marks=pytest.mark.long),
     pytest.param(dict(cache="paged", page_tokens=8, group_size=1), marks=pytest.mark.long),
     pytest.param(dict(slots=5, steps=64, cache_dtype="int8"), marks=pytest.mark.long),
   ],
