@@ -1,17 +1,18 @@
 """The table of benchmarks/results/models.md: models on slices of TPU chips, from one chip to 256.
 
 Command:   python -m benchmarks.aot_table [--only=REGEX] [--again] [--tries=2]
-             [--rows=docs/sharding.json] [--docs=benchmarks/results/models.md]
-           python -m benchmarks.aot_table --gpus       the table of docs/one_chip.md: runs on GPUs
+             [--rows=FILE.json] [--docs=PAGE.md]
+           python -m benchmarks.aot_table --gpus       a table of docs/one_chip.md: runs on GPUs
+           python -m benchmarks.aot_table --small      another of its tables: runs on small slices
            python -m benchmarks.aot_table --families   the table of docs/models.md: one run of each
 Every row is a search of the mesh, the micro-batches and what is recomputed, for one update of 64
 sequences x 8,192 tokens, or as many as the slice has devices. A model's smallest slice of each chip
 is found by compiling larger and larger ones. Nothing runs on a TPU: needs libtpu, and one to five
 minutes a row on two cores. What is finished is kept in the file of rows, so that an interrupted
 command goes on; --again compiles anew what --only names. The table is written between the two
-marks of the page, whenever a row is finished. A row of --gpus is a run as configured, of which all
-programs are compiled; GPUs need the extra aot-cuda. A row of --families has two of them, and the
-reason against the next smaller slice or number of GPUs.
+marks of the page, whenever a row is finished. A row of --gpus or --small is a run as configured, of
+which all programs are compiled; GPUs need the extra aot-cuda. A row of --families has two of them,
+and the reason against the next smaller slice or number of GPUs.
 """
 
 import argparse
@@ -76,9 +77,9 @@ UNPACKED = f"{EXPERTS} --config.rl.packed=False"
 TENSOR = "--config.mesh.tensor=2"  # Splits weights outside the experts, in sampling too.
 
 
-def _math(model: str, rows: int, more: str = "") -> str:
+def _math(model: str, rows: int, more: str = "", slots: int = 64) -> str:
   """Returns flags of configs/dense_math.py, by rows of a micro-batch."""
-  flags = f"--config.rl.microbatches={128 // rows} --config.engine.slots=64 {more}"
+  flags = f"--config.rl.microbatches={128 // rows} --config.engine.slots={slots} {more}"
   return f"--config=configs/dense_math.py:{model} {flags}".strip()
 
 
@@ -105,7 +106,18 @@ FAMILY_RUNS = {  # Flags of one run of each family, by topology.
   "qwen3_5": _runs("--config=configs/gsm8k.py:Qwen3.5-0.8B-v5e", "v5e:1x1")
   | _runs("--config=configs/gsm8k.py:Qwen3.5-0.8B-h100", "h100:1"),
 }
-MARKS = "<!-- table: benchmarks/aot_table.py -->\n", "<!-- end of table -->"
+SMALL_RUNS = {  # As GPU_RUNS, on slices of 4, 8 and 16 chips.
+  "Qwen3-4B v4:2x2x1": _math("Qwen3-4B-Base", 8),
+  "Qwen3-8B v4:2x2x4": _math("Qwen3-8B-Base", 16, slots=256),
+  "Qwen3-30B-A3B v4:2x2x4": _math(
+    "Qwen3-30B-A3B-Base", 16, f"{ADAPTERS} --config.mesh.expert=4", slots=256
+  ),
+  "Qwen3-1.7B v5e:2x4": _math("Qwen3-1.7B-Base", 8, slots=128),
+  "Qwen3-4B v5e:2x4": _math("Qwen3-4B-Base", 8, ADAPTERS),
+  "Qwen3-4B v6e:2x4": _math("Qwen3-4B-Base", 8, slots=128),
+  "Qwen3-8B v6e:2x4": _math("Qwen3-8B-Base", 8, ADAPTERS, slots=128),
+}
+MARK, END = "<!-- table: benchmarks/aot_table.py --{} -->\n", "<!-- end of table -->"
 
 
 def main() -> None:
@@ -113,29 +125,25 @@ def main() -> None:
   parser.add_argument("--only", default="", help="rows by a regular expression on their names")
   parser.add_argument("--again", action="store_true", help="compile them although they are known")
   parser.add_argument("--tries", type=int, default=2, help="most programs compiled for a row")
-  parser.add_argument("--rows", type=Path, default=ROOT / "docs/sharding.json")
-  parser.add_argument("--docs", type=Path, default=ROOT / "benchmarks/results/models.md")
-  parser.add_argument("--gpus", action="store_true", help="runs on GPUs, in docs/one_chip.md")
-  parser.add_argument("--families", action="store_true", help="runs of families, in docs/models.md")
-  options = parser.parse_args()
-  make, table, expected = tpu_row, markdown, names()
-  if options.gpus or options.families:
-    name, page = ("gpus", "one_chip") if options.gpus else ("models", "models")
-    parser.set_defaults(rows=ROOT / f"docs/{name}.json", docs=ROOT / f"docs/{page}.md")
-    options = parser.parse_args()
-    make, table, expected = gpu_row, gpu_markdown, [*GPU_RUNS]
-  if options.families:
-    make, table, expected = family_row, family_markdown, family_names()
+  parser.add_argument("--rows", type=Path)
+  parser.add_argument("--docs", type=Path)
+  tables = parser.add_mutually_exclusive_group()
+  for name in TABLES:
+    tables.add_argument(f"--{name}", dest="table", action="store_const", const=name)
+  name = parser.parse_args().table or "slices"
+  make, table, expected, rows, page = TABLES[name]
+  parser.set_defaults(rows=ROOT / rows, docs=ROOT / page)
+  options, mark = parser.parse_args(), MARK.format(name)
   rows = json.loads(options.rows.read_text()) if options.rows.exists() else {}
-  for name in expected:
+  for name in expected():
     if re.search(options.only, name) and (options.again or name not in rows):
       started = time.perf_counter()
       rows[name] = make(name, options.tries)
       print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
       options.rows.write_text(json.dumps(rows, indent=1) + "\n")
-      replace(options.docs, table(rows))
+      replace(options.docs, mark, table(rows))
       jax.clear_caches()
-  replace(options.docs, table(rows))
+  replace(options.docs, mark, table(rows))
 
 
 def names() -> list[str]:
@@ -225,9 +233,9 @@ def cells(row: dict[str, Any]) -> list[str]:
   ]
 
 
-def gpu_row(name: str, tries: int) -> dict[str, Any]:
-  """Compiles a run of `GPU_RUNS`; returns its figures."""
-  return compile_run(name.split(" ")[1], GPU_RUNS[name])
+def run_row(name: str, tries: int) -> dict[str, Any]:
+  """Compiles a run of `GPU_RUNS` or `SMALL_RUNS`; returns its figures."""
+  return compile_run(name.split(" ")[1], (GPU_RUNS | SMALL_RUNS)[name])
 
 
 def compile_run(topology: str, flags: str) -> dict[str, Any]:
@@ -240,7 +248,7 @@ def compile_run(topology: str, flags: str) -> dict[str, Any]:
       raise ValueError(f"{topology} {flags}: {done.stderr}")
     rows = json.loads(out.read_text())
   columns = ("fits", "peak_gib", "held_gib", "hbm_gib", "executed_flops", "product_flops")
-  columns += ("needed_bytes", "hbm_bytes", "compile_s", "error")
+  columns += ("needed_bytes", "hbm_bytes", "compile_s", "bound_s", "error")
   return {row["program"]: {key: row[key] for key in columns if key in row} for row in rows}
 
 
@@ -311,26 +319,59 @@ def gpu_markdown(rows: dict[str, dict[str, Any]]) -> str:
     if name not in rows:
       continue
     row, (model, topology) = rows[name], name.split(" ")
-    total = {part: program["peak_gib"] + program["held_gib"] for part, program in row.items()}
-    parts = total["train"], max(total["score"], total["publish"])
-    parts += (max(total["prefill"], total["decode"]),)
     train, decode = row["train"], row["decode"]
-    adapters = re.search(r"lora.rank|[:-][48]B-h100", flags)
     ratios = train["product_flops"] / train["executed_flops"]
     ratios = ratios, decode["hbm_bytes"] / decode["needed_bytes"]
-    values = (model, topology, "adapters" if adapters else "all", *(f"{n:.1f}" for n in parts))
-    values += (f"{train['hbm_gib']:.1f}", *(f"{n:.2f}" for n in ratios))
+    parts = f"{train['hbm_gib']:.1f}", *(f"{n:.2f}" for n in ratios)
+    values = model, topology, trained(flags), *(f"{n:.1f}" for n in memory(row)), *parts
     lines.append(f"| {' | '.join(values)} |")
   return "\n".join(lines) + "\n"
 
 
-def replace(page: Path, table: str) -> None:
-  """Writes the table between the two marks of the page. ValueError if it has none."""
-  text = page.read_text()
-  first, last = (text.find(mark) for mark in MARKS)
-  if first < 0 or last < first:
-    raise ValueError(f"{page} lacks {MARKS[0].strip()} and, after it, {MARKS[1]}")
-  page.write_text(text[: first + len(MARKS[0])] + table + text[last:])
+def small_markdown(rows: dict[str, dict[str, Any]]) -> str:
+  """Formats the runs on small slices: GiB and bounds of each, and its flags."""
+  lines = [
+    "| slice | model | trained | update | between | sampling | of | update, s | step, ms | flags |",
+    "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+  ]
+  for name, flags in SMALL_RUNS.items():
+    if not all(program["fits"] for program in rows.get(name, {}).values()) or name not in rows:
+      continue
+    row, (model, topology) = rows[name], name.split(" ")
+    train, decode = row["train"], row["decode"]
+    parts = f"{train['hbm_gib']:.0f}", f"{train['bound_s']:.2g}", f"{1e3 * decode['bound_s']:.2g}"
+    values = topology, model, trained(flags), *(f"{n:.1f}" for n in memory(row)), *parts
+    lines.append(f"| {' | '.join(values)} | `{flags}` |")
+  return "\n".join(lines) + "\n"
+
+
+def trained(flags: str) -> str:
+  """Names the trained weights of a run."""
+  return "adapters" if re.search(r"lora.rank|[:-][48]B-h100", flags) else "all"
+
+
+def memory(row: dict[str, Any]) -> tuple[float, float, float]:
+  """Returns the GiB of updates, of the programs between, and of sampling."""
+  total = {part: program["peak_gib"] + program["held_gib"] for part, program in row.items()}
+  between, sampling = max(total["score"], total["publish"]), max(total["prefill"], total["decode"])
+  return total["train"], between, sampling
+
+
+def replace(page: Path, mark: str, table: str) -> None:
+  """Writes the table between its mark and END. ValueError if the page lacks them."""
+  before, opening, after = page.read_text().partition(mark)
+  _, closing, rest = after.partition(END)
+  if not opening or not closing:
+    raise ValueError(f"{page} lacks {mark.strip()} and, after it, {END}")
+  page.write_text(before + mark + table + END + rest)
+
+
+TABLES = {  # Functions of a row, a table and the names of rows; file of the rows; page.
+  "slices": (tpu_row, markdown, names, "docs/sharding.json", "benchmarks/results/models.md"),
+  "gpus": (run_row, gpu_markdown, GPU_RUNS.keys, "docs/gpus.json", "docs/one_chip.md"),
+  "small": (run_row, small_markdown, SMALL_RUNS.keys, "docs/small.json", "docs/one_chip.md"),
+  "families": (family_row, family_markdown, family_names, "docs/models.json", "docs/models.md"),
+}
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """benchmarks/aot_table.py without a compiler: its rows, its table, the page that it writes to."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -80,15 +81,37 @@ def test_runs_on_gpus_become_a_table():
   ]
 
 
+def test_runs_on_small_slices_become_a_table():
+  row = {
+    name: dict(peak_gib=peak, held_gib=1.0, hbm_gib=32.0, fits=True, bound_s=0.0123)
+    for name, peak in zip(("train", "score", "publish", "prefill", "decode"), range(10, 15))
+  }
+  rows = {"Qwen3-4B v4:2x2x1": row, "Qwen3-4B v6e:2x4": row | dict(decode=dict(fits=False))}
+  (line,) = aot_table.small_markdown(rows).splitlines()[2:]
+  assert line.startswith("| v4:2x2x1 | Qwen3-4B | all | 11.0 | 13.0 | 15.0 | 32 | 0.012 | 12 | `--")
+
+
 def test_only_what_is_between_the_marks_is_replaced(tmp_path):
   page = tmp_path / "page.md"
-  first, last = aot_table.MARKS
-  page.write_text(f"before\n{first}old\n{last}\nafter\n")
-  aot_table.replace(page, "new\n")
-  assert page.read_text() == f"before\n{first}new\n{last}\nafter\n"
-  page.write_text("no marks")
-  with pytest.raises(ValueError, match="lacks"):
-    aot_table.replace(page, "new\n")
+  first, last = "<!-- a -->\n", aot_table.END
+  other = f"<!-- other -->\nkept\n{last}\n"
+  page.write_text(f"before\n{other}{first}old\n{last}\nafter\n")
+  aot_table.replace(page, first, "new\n")
+  assert page.read_text() == f"before\n{other}{first}new\n{last}\nafter\n"
+  for text in ("no marks", first, f"{last}\n{first}"):
+    page.write_text(text)
+    with pytest.raises(ValueError, match="lacks"):
+      aot_table.replace(page, first, "new\n")
+
+
+@pytest.mark.parametrize("name", aot_table.TABLES)
+def test_every_page_has_its_table(name):
+  """The committed rows make the committed table."""
+  _, table, _, rows, page = aot_table.TABLES[name]
+  rows = json.loads((aot_table.ROOT / rows).read_text())
+  assert (
+    aot_table.MARK.format(name) + table(rows) + aot_table.END in (aot_table.ROOT / page).read_text()
+  )
 
 
 def test_every_family_has_a_run_on_tpus_and_on_gpus():

@@ -41,6 +41,7 @@ def flat(tree):
   return np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)])
 
 
+@pytest.mark.long
 def test_moments_are_those_of_one_gradient_after_the_other(batch):
   params = initial(SMALLER_MOE)
   actual = group_gradients.make_group_moments(LEARNER, [*LOSSES.values()])(params, batch)

@@ -153,7 +153,15 @@ def test_logits_and_gradients_are_those_of_transformers(case, tmp_path):
   compare(case, case.tokens, tmp_path)
 
 
-@pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5", "qwen3_5_moe"], indirect=True)
+@pytest.mark.parametrize(
+  "case",
+  [
+    "qwen3_5_moe",
+    pytest.param("qwen3_next", marks=pytest.mark.long),
+    pytest.param("qwen3_5", marks=pytest.mark.long),
+  ],
+  indirect=True,
+)
 def test_rows_of_several_chunks(case, tmp_path):
   """A row ends within the third chunk of 64."""
   tokens = np.random.default_rng(5).integers(1, BASE["vocab_size"], (1, 150))

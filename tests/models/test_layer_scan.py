@@ -71,7 +71,14 @@ def test_several_stacks_are_the_layers_in_order(model, replayed, monkeypatch):
   chex.assert_trees_all_close(gradient, by_layer, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("model", [WINDOWS, PERIODIC, NESTED], ids=["windows", "mixed", "nested"])
+@pytest.mark.parametrize(
+  "model",
+  [
+    pytest.param(WINDOWS, id="windows"),
+    pytest.param(NESTED, id="nested"),
+    pytest.param(PERIODIC, id="mixed", marks=pytest.mark.long),
+  ],
+)
 def test_several_stacks_decode_as_one_pass(model, monkeypatch):
   monkeypatch.setattr(layer_scan, "UNROLLED", 0)
   params, tokens = initial(model), transformer.example_tokens(model, 3, 10)
