@@ -41,7 +41,8 @@ CONFIGS = pytest.mark.parametrize(
   "config", [MOE, MIXED, DENSE, GEMMA, HYBRID], ids=["moe", "mixed", "dense", "gemma", "hybrid"]
 )
 MESHES = [(1, 2, 2, 2), (8, 1, 1, 1), (1, 8, 1, 1), (1, 1, 8, 1), (2, 2, 2, 1), (2, 1, 2, 2)]
-LAYOUTS = [(config, MESHES[0]) for config in (MIXED, DENSE, GEMMA, HYBRID_MOE)]
+LAYOUTS = [(config, MESHES[0]) for config in (MIXED, HYBRID_MOE)]
+LAYOUTS += [pytest.param(x, MESHES[0], marks=pytest.mark.long) for x in (DENSE, GEMMA)]
 LAYOUTS += [pytest.param(MOE, mesh, marks=pytest.mark.long) for mesh in MESHES]
 LAYOUTS += [pytest.param(HYBRID, mesh, marks=pytest.mark.long) for mesh in MESHES]
 

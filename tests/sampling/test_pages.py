@@ -49,6 +49,7 @@ def test_pages_change_nothing(expected):
   assert s.usage.put_aside == 0
 
 
+@pytest.mark.long
 def test_nor_do_windows_and_bounds():
   same(run(scheduler(GEMMA, **PAGES)), run(scheduler(GEMMA, cache="dense")))
 
