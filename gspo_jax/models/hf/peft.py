@@ -19,9 +19,9 @@ import numpy as np
 from etils import epath
 
 from gspo_jax.models import lora, transformer
-from gspo_jax.models.hf import convert, files, nested
+from gspo_jax.models.hf import convert, files
 from gspo_jax.models.hf import leaves as hf_leaves
-from gspo_jax.models.hf.architectures import names
+from gspo_jax.models.hf.architectures import OUTER, names
 from gspo_jax.models.hf.config import CheckpointError, published, read_json
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.training import LoraConfig
@@ -132,8 +132,8 @@ def check_readable(model: ModelConfig, config: LoraConfig, base: str = "") -> No
   dense = {f"{name}_proj" for name in ("gate", "up", "down")} & set(config.matrices)
   layers = {model.is_moe(layer) for layer in range(model.num_layers)}
   wrong = ""
-  if (outer := nested.Other(base).raw) and outer["model_type"] not in _APART:
-    wrong = f"adapts the whole {outer['model_type']} of {base}, whose modules have other names"
+  if outer := _outer_type(base):
+    wrong = f"adapts the whole {outer} of {base}, whose modules have other names"
   elif shared:
     wrong = f"adapts {min(shared)} as a whole, not one of its matrices"
   elif dense and len(layers) > 1:
@@ -142,6 +142,16 @@ def check_readable(model: ModelConfig, config: LoraConfig, base: str = "") -> No
     wrong = f"needs gate_proj and up_proj of experts together, not {min(dense - {'down_proj'})}"
   if wrong:
     raise ValueError(f"PEFT {wrong}: export the merged weights, without --adapters")
+
+
+def _outer_type(base: str) -> str:
+  """Returns the base's model_type if PEFT adapts an outer model there; "" otherwise."""
+  try:
+    path = hub.directory(base) / "config.json" if base else None
+    kind = read_json(path).get("model_type", "") if path and path.is_file() else ""
+  except ValueError:  # The base cannot be read at present.
+    return ""
+  return kind if kind in OUTER and kind not in _APART else ""
 
 
 def save(

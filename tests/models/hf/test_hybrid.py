@@ -196,7 +196,6 @@ def test_what_is_not_supported_is_named(changes, message):
 
 def test_adapters_of_a_multimodal_model_are_refused_unless_its_text_model_is_read(tmp_path):
   config = LoraConfig(rank=1, matrices=("o_proj",))
-  save_file(MTP, tmp_path / "model.safetensors")
   for outer, family in (("qwen3_5", "Qwen3.5-4B"), ("gemma3", "gemma-3-1b-pt")):
     keys = dict(model_type=outer, text_config={})
     (tmp_path / "config.json").write_text(json.dumps(keys))
