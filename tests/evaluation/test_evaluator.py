@@ -302,7 +302,10 @@ def test_greedy_samples_and_the_greedy_response_are_kept_apart(params, tmp_path)
   assert untimed(first) == untimed(again) and "eval/greedy" in first
 
 
-@pytest.mark.parametrize("change", ["weights", "seed", "temperature", "problems", "identity"])
+@pytest.mark.parametrize(
+  "change",
+  ["weights", "seed", "problems", "identity", pytest.param("temperature", marks=pytest.mark.long)],
+)
 def test_what_was_evaluated_otherwise_is_not_used(params, tmp_path, change):
   run = evaluator(benchmark(by_length), directory=tmp_path, greedy=False)
   evaluate(run, params)
@@ -325,6 +328,7 @@ def test_what_was_evaluated_otherwise_is_not_used(params, tmp_path, change):
   assert count.calls == 1
 
 
+@pytest.mark.long
 def test_evaluation_holds_conversations():
   params, samples = initial(DENSE), 4
   prompts = [Prompt(str(i), "?", "", (40 + i,)) for i in range(5)]

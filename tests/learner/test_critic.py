@@ -148,6 +148,7 @@ def test_last_value_reads_all_tokens_with_shared_prompts_too():
   np.testing.assert_allclose(np.asarray(value_BT)[live], np.asarray(shared_BT)[live], atol=1e-5)
 
 
+@pytest.mark.long
 def test_last_value_of_packed_rows_that_share_their_prompts():
   mesh, prompt = sharding.make_mesh(MESH, jax.devices()[:1]), T // 2
   config = dataclasses.replace(HEAD, bootstrap=True)
@@ -195,7 +196,7 @@ def test_truncated_responses_are_bootstrapped_from_their_last_value():
     assert result.advantage_inputs == AdvantageInputs()
 
 
-@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("normalize", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_advantages_equal_the_recursion(normalize):
   """Compares two ragged mini-batches with kl_coef, in float64."""
   config = dataclasses.replace(HEAD, discount=0.9, trace=0.8, kl_coef=0.3, normalize=normalize)
@@ -251,6 +252,7 @@ def test_explained_variance_is_precise_for_large_returns():
   assert row["value/explained_variance"] == pytest.approx(expected, abs=0.01) and expected > 0.5
 
 
+@pytest.mark.long
 def test_explained_variance_is_relative_to_the_returns():
   returns = np.array([[1.0, 0.0, 5.0], [0.0, 1.0, np.nan]])
   mask = np.array([[1, 1, 0], [1, 1, 0]])
@@ -322,6 +324,7 @@ def test_sharded_update_equals_that_of_one_device():
     assert sharded[0][name] == pytest.approx(rows[0][name], rel=1e-4), name
 
 
+@pytest.mark.long
 def test_state_with_a_critic_is_restored_bit_for_bit(tmp_path):
   """A state without a critic has no further arrays."""
   mesh, critic = sharding.make_mesh(MeshConfig(1, 2, 2, 2)), critic_of(OWN)

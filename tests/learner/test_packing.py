@@ -48,9 +48,9 @@ from gspo_jax.structs import ModelInputs, TrainBatch
   pytest.param("gemma", None, "none", marks=pytest.mark.long),
   pytest.param("moe", None, "none", marks=pytest.mark.long),
   pytest.param("moe", None, "R2", marks=pytest.mark.long),
-  ("hybrid", None, "none"),
+  pytest.param("hybrid", None, "none", marks=pytest.mark.long),
   pytest.param("hybrid_moe", (1, 2, 2, 2), "R3", marks=pytest.mark.long),
-  ("shallow_moe", (1, 2, 2, 2), "R3"),
+  pytest.param("shallow_moe", (1, 2, 2, 2), "R3", marks=pytest.mark.long),
   pytest.param("moe", (1, 2, 2, 2), "R3", marks=pytest.mark.long),
 ])  # fmt: skip
 def test_a_packed_update_is_the_update(name, shape, replay):

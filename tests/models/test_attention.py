@@ -116,10 +116,20 @@ def sum_by_hand(kind, scores):
   return by_hand(q, k, v, visible, scores) * np.asarray(ids > 0)[..., None, None], gradient
 
 
-@pytest.mark.parametrize("scores", [ALL, LOCAL, BOUNDED, BOTH], ids="all window bound both".split())
+@pytest.mark.parametrize(
+  "scores",
+  [ALL, BOTH, *(pytest.param(scores, marks=pytest.mark.long) for scores in (LOCAL, BOUNDED))],
+  ids="all both window bound".split(),
+)
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 @pytest.mark.parametrize(
-  "name, block", [("plain", 0), ("blockwise", 8), ("blockwise", 256), ("splash", 0)]
+  "name, block",
+  [
+    ("plain", 0),
+    ("blockwise", 8),
+    ("splash", 0),
+    pytest.param("blockwise", 256, marks=pytest.mark.long),
+  ],
 )
 def test_every_formulation_is_the_sum_by_hand(name, block, kind, scores, monkeypatch):
   """Values and gradients equal those of one [T, T] array, over several slabs and blocks."""
@@ -134,7 +144,7 @@ def test_every_formulation_is_the_sum_by_hand(name, block, kind, scores, monkeyp
   chex.assert_trees_all_close(gradient, expected_gradient, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("window", [0, 7])
+@pytest.mark.parametrize("window", [7, pytest.param(0, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["plain", "blockwise", "splash", "cache"])
 def test_sinks_are_in_the_denominator_alone(name, window, monkeypatch):
   """Values and gradients, the sinks' too, of two packed segments; a cache has one."""
@@ -199,11 +209,19 @@ def paths(scores):
   return values_and_gradients(attend, *inputs(B=4, T=32), tree_inputs()[0] > 0)
 
 
+# Their ids count them, so that long ones are in their places.
 @pytest.mark.parametrize(
   "name, scores",
   [
-    *((name, scores) for name in ("plain", "blockwise") for scores in (ALL, LOCAL, BOUNDED, BOTH)),
-    *(("splash", scores) for scores in (ALL, BOUNDED)),
+    ("plain", ALL),
+    *(pytest.param("plain", scores, marks=pytest.mark.long) for scores in (LOCAL, BOUNDED)),
+    ("plain", BOTH),
+    *(
+      pytest.param("blockwise", scores, marks=pytest.mark.long) for scores in (ALL, LOCAL, BOUNDED)
+    ),
+    ("blockwise", BOTH),
+    ("splash", ALL),
+    pytest.param("splash", BOUNDED, marks=pytest.mark.long),
     ("cudnn", ALL),
   ],
 )
@@ -295,8 +313,10 @@ def test_what_a_kernel_lacks_is_named_and_auto_goes_without(
   assert attention.choose("auto", 4096, "bfloat16", ALL, gaps) == name
 
 
-@pytest.mark.parametrize("scores", [ALL, LOCAL, BOTH], ids=["all", "window", "both"])
-@pytest.mark.parametrize("length", [1, 6, 200])
+@pytest.mark.parametrize(
+  "scores", [ALL, BOTH, pytest.param(LOCAL, marks=pytest.mark.long)], ids=["all", "both", "window"]
+)
+@pytest.mark.parametrize("length", [1, 200, pytest.param(6, marks=pytest.mark.long)])
 def test_queries_to_a_cache(length, scores, monkeypatch):
   """In the cache's layout: keys across slots, values along them; long ones in blocks."""
   monkeypatch.setattr(attention, "PLAIN", 64)
@@ -342,7 +362,7 @@ def equations(jaxpr):
       yield from equations(inner)
 
 
-@pytest.mark.parametrize("name", ["blockwise", "splash"])
+@pytest.mark.parametrize("name", ["splash", pytest.param("blockwise", marks=pytest.mark.long)])
 def test_on_a_mesh_as_on_one_device(name):
   config = dataclasses.replace(
     tiny_dense(64), hidden_size=32, num_layers=1, head_dim=16, intermediate_size=32

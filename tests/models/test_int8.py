@@ -51,7 +51,10 @@ def test_a_channel_is_off_by_half_a_step_of_its_scale():
 
 @pytest.mark.parametrize(
   "name, shape, rules",
-  [("dense", (1, 4, 1, 2), ROLLOUT), ("moe", (1, 2, 2, 2), ROLLOUT_SLICE)],
+  [
+    ("dense", (1, 4, 1, 2), ROLLOUT),
+    pytest.param("moe", (1, 2, 2, 2), ROLLOUT_SLICE, marks=pytest.mark.long),
+  ],
 )
 def test_published_on_eight_devices_or_one_products_are_of_the_rounded(name, shape, rules):
   model, params = MODELS[name], initial(MODELS[name])

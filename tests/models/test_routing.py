@@ -218,6 +218,7 @@ def test_the_samplers_experts_are_the_trainers():
   assert (out.routing[fed][..., 0] != out.routing[fed][..., 1]).all()
 
 
+@pytest.mark.long
 def test_recording_changes_no_token_and_a_row_does_not_depend_on_the_others():
   out = sample()
   plain = sample(record_routing=False)
@@ -230,9 +231,8 @@ def test_recording_changes_no_token_and_a_row_does_not_depend_on_the_others():
     np.testing.assert_array_equal(alone.routing[row, :end], out.routing[8 + row, :end])
 
 
-@pytest.mark.parametrize(
-  "shape", [pytest.param((8, 1, 1, 1), marks=pytest.mark.long), (1, 2, 2, 2)], ids=str
-)
+@pytest.mark.long
+@pytest.mark.parametrize("shape", [(8, 1, 1, 1), (1, 2, 2, 2)], ids=str)
 def test_every_mesh_records_the_same_experts(shape):
   base = sample()
   mesh = sharding.make_mesh(MeshConfig(*shape))
@@ -241,6 +241,7 @@ def test_every_mesh_records_the_same_experts(shape):
     np.testing.assert_array_equal(sample(params).routing, base.routing)
 
 
+@pytest.mark.long
 def test_a_dense_model_has_no_experts():
   dense = dataclasses.replace(MODEL, num_experts=0, experts_per_token=0)
   params = transformer.init(dense, jax.random.key(0))

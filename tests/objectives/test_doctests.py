@@ -16,8 +16,17 @@ PUBLIC = {
   if inspect.isfunction(function) and name not in TREES
 }
 
+# A second and more each; other tests compare them with references.
+SLOW = (
+  "distillation_advantages gae turn_gae turn_advantages constrained_advantages mismatch".split()
+)
+MARKED = [
+  *(name for name in PUBLIC if name not in SLOW),
+  *(pytest.param(name, marks=pytest.mark.long) for name in SLOW),
+]
 
-@pytest.mark.parametrize("name", PUBLIC)
+
+@pytest.mark.parametrize("name", MARKED)
 def test_example(name):
   function = PUBLIC[name]
   scope = vars(sys.modules[function.__module__]) | dict(jnp=jax.numpy)

@@ -123,7 +123,10 @@ def compare(name, spread, dtype, tolerance, seed=0):
   assert np.all(np.asarray(grad)[~case["mask"]] == 0)
 
 
-@pytest.mark.parametrize("spread", ["near", "mixed", "wide"])
+@pytest.mark.parametrize(
+  "spread",
+  ["mixed", *(pytest.param(spread, marks=pytest.mark.long) for spread in ("near", "wide"))],
+)
 @pytest.mark.parametrize("name", LOSSES)
 def test_float32(name, spread):
   for seed in range(3):
@@ -131,6 +134,7 @@ def test_float32(name, spread):
 
 
 @pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.long
 def test_float64(name, x64):
   for spread in ("near", "mixed", "wide"):
     compare(name, spread, np.float64, 1e-12)
@@ -300,7 +304,7 @@ def test_every_loss_has_a_case():
   assert {name for name, *_ in CASES.values()} == O.POLICY_LOSSES.keys()
 
 
-@pytest.mark.parametrize("spread", ["near", "mixed"])
+@pytest.mark.parametrize("spread", ["mixed", pytest.param("near", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_clipped_against_the_papers_rules(name, spread):
   loss_name, options, rule, ranges = CASES[name]

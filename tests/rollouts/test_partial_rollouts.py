@@ -78,6 +78,7 @@ def test_a_surplus_is_half_of_a_batch_at_most(count, taken):
   assert not any(group.prompt.id in old for group in first_run._in_flight)
 
 
+@pytest.mark.long
 def test_a_run_with_one_prompt_uses_its_surplus_too():
   collecting, old = surplus(2, prompts=1, minibatches=1, extra_prompts=2)
   out, _ = iterate(3, running=collecting, first=2)
@@ -176,7 +177,9 @@ def test_what_is_too_old_is_begun_again(kind):
   )
 
 
-@pytest.mark.parametrize("kind", [None, Counting], ids=["single", "turns"])
+@pytest.mark.parametrize(
+  "kind", [Counting, pytest.param(None, marks=pytest.mark.long)], ids=["turns", "single"]
+)
 def test_longer_responses_are_cut_and_go_on_with_a_smaller_limit(kind):
   """As sampled with this limit; log-probs of later tokens would be 0 in the updates."""
   options, limit = dict(environment=kind, extra_prompts=6), 10

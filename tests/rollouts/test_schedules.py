@@ -168,7 +168,9 @@ WHOLE = dict(group_size=6, source=FEW, judge=by_prompt)
 SIZES = WHOLE | dict(schedule__group_size_min=2)
 
 
-@pytest.mark.parametrize("more", [{}, dict(token_budget=80)], ids=str)
+@pytest.mark.parametrize(
+  "more", [{}, pytest.param(dict(token_budget=80), marks=pytest.mark.long)], ids=str
+)
 def test_easy_prompts_get_few_responses_and_hard_ones_many(more):
   out = goes_on(3, 5, **SIZES, **more)
   valid = [(g.prompt.id, int(g.known_G.sum())) for batch in out for g in batch.groups]
@@ -208,6 +210,7 @@ def test_prompts_are_dropped_as_without_it():
   assert out[-1].metrics["query_set/dropped"] >= 3
 
 
+@pytest.mark.long
 def test_missing_rows_cost_a_packed_update_nothing():
   (*_, collected), _ = iterate(6, **SIZES, objective__volatility=True)
   B, empty = len(collected.rollout.tokens), collected.rollout.lengths == 0

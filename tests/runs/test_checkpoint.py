@@ -57,7 +57,7 @@ def restore(directory, like, mesh, config=CONFIG):
   return restored
 
 
-@pytest.mark.parametrize("devices", [8, pytest.param(4, marks=pytest.mark.long), 1])
+@pytest.mark.parametrize("devices", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (8, 4))])
 def test_values_and_shardings_come_back_on_another_mesh(devices, tmp_path):
   with jax.set_mesh(mesh_of(1, 2, 2, 2)):
     saved = state_on(jax.sharding.get_mesh())
@@ -163,7 +163,9 @@ def steps_on_disk(workdir):
   return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit())
 
 
-@pytest.mark.parametrize("best_is, sign", [("largest", 1), ("smallest", -1)])
+@pytest.mark.parametrize(
+  "best_is, sign", [("largest", 1), pytest.param("smallest", -1, marks=pytest.mark.long)]
+)
 def test_the_last_regular_and_best_checkpoints_are_kept(mesh, tmp_path, best_is, sign):
   """Two of the last, every fourth, and the best; unmeasured steps are never the best."""
   config = dataclasses.replace(CONFIG, keep_every=4, best="eval/accuracy", best_is=best_is)

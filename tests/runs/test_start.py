@@ -172,6 +172,7 @@ def test_frozen_weights_as_they_are_stored_and_adapters_are_merged_with_one_roun
   assert merged.blocks[0].attention.q.dtype == dtype
 
 
+@pytest.mark.long
 def test_adapters_go_out_to_peft_and_come_back(adapted, pupil, tmp_path):
   workdir, c, params = adapted
   export.export(str(workdir), tmp_path / "adapter", adapters=True)
@@ -189,6 +190,7 @@ def test_adapters_go_out_to_peft_and_come_back(adapted, pupil, tmp_path):
     export.export(str(pupil[0]), tmp_path / "none", adapters=True)
 
 
+@pytest.mark.long
 def test_peft_finds_the_base_of_adapters_by_itself(adapted, tmp_path):
   peft = pytest.importorskip("peft")
   export.export(str(adapted[0]), tmp_path / "adapter", adapters=True)

@@ -30,7 +30,13 @@ def config(top_k, top_p=1.0, min_p=0.0):
 
 
 @pytest.mark.parametrize(
-  "truncation", [(3,), (12, 0.6), (12, 1.0, 0.2), (9, 0.8, 0.1), (50,)], ids=str
+  "truncation",
+  [
+    (9, 0.8, 0.1),
+    (50,),
+    *(pytest.param(x, marks=pytest.mark.long) for x in ((3,), (12, 0.6), (12, 1.0, 0.2))),
+  ],
+  ids=str,
 )
 def test_a_support_is_what_truncation_keeps(truncation):
   logits_BV = jnp.asarray(np.random.default_rng(0).normal(0, 2, (64, 32)), jnp.float32)
@@ -118,6 +124,7 @@ def test_conversations_keep_it_for_what_the_policy_said():
   assert hit[output].all()
 
 
+@pytest.mark.long
 def test_what_is_put_aside_keeps_it():
   """Pages run out, and responses are begun again with the tokens that they have."""
   sampling = SamplingConfig(0.8, *TRUNCATION, 24)

@@ -91,7 +91,11 @@ def test_a_row_is_the_conversation_and_only_what_the_policy_said_is_masked_in(ba
     )
 
 
-@pytest.fixture(scope="module", params=[MOE, HYBRID_MOE], ids=["moe", "hybrid"])
+@pytest.fixture(
+  scope="module",
+  params=[MOE, pytest.param(HYBRID_MOE, marks=pytest.mark.long)],
+  ids=["moe", "hybrid"],
+)
 def deep(request):
   """A model of several layers, and its conversations."""
   model = request.param
@@ -121,7 +125,12 @@ def test_routes_are_on_record_for_every_token_that_was_fed(deep):
 
 @pytest.mark.parametrize(
   "changes",
-  [dict(slots=3), dict(slots=5, steps=3), dict(workers=4), dict(workers=2, slots=3)],
+  [
+    dict(slots=3),
+    dict(workers=4),
+    dict(workers=2, slots=3),
+    pytest.param(dict(slots=5, steps=3), marks=pytest.mark.long),
+  ],
   ids=str,
 )
 def test_no_conversation_depends_on_another(base, changes):
@@ -258,6 +267,7 @@ class Broken(Endless):
     raise OSError("no network")
 
 
+@pytest.mark.long
 def test_an_environment_that_raises_ends_its_own_trajectory():
   environments = [Endless() for _ in range(16)]
   environments[2] = Broken()

@@ -57,7 +57,9 @@ def test_a_repository_is_downloaded_once(
 
 
 @pytest.mark.parametrize("config, fused", [(MOE, False), (MOE, True), (TIED, False)])
-@pytest.mark.parametrize("mesh_sizes", [None, (1, 2, 2, 2), (2, 4, 1, 1)])
+@pytest.mark.parametrize(
+  "mesh_sizes", [None, (1, 2, 2, 2), pytest.param((2, 4, 1, 1), marks=pytest.mark.long)]
+)
 def test_of_a_bucket_every_byte_is_read_once(config, fused, mesh_sizes, tmp_path, monkeypatch):
   """For any layout: parts of split rows come from other devices."""
   monkeypatch.setattr(convert, "_READ", 400)  # tensors are read in several pieces

@@ -35,7 +35,10 @@ MODELS = dict(dense=SMALLER_DENSE, gemma=GEMMA, moe=MOE, mixtral=MIXTRAL)
 MODULES = dict(mixtral=["k_proj", "o_proj", "w3", "w2"])  # Hugging Face's names.
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+  "name",
+  ["dense", "mixtral", *(pytest.param(name, marks=pytest.mark.long) for name in ("gemma", "moe"))],
+)
 def test_a_matrix_of_hugging_face_is_w_and_the_scaled_product_of_its_two_tensors(name, tmp_path):
   model = MODELS[name]
   params = adapted(model)
@@ -63,7 +66,9 @@ def test_a_matrix_of_hugging_face_is_w_and_the_scaled_product_of_its_two_tensors
   assert settings["target_modules"] == modules
 
 
-@pytest.mark.parametrize("model", [MOE, MIXTRAL], ids=["moe", "mixtral"])
+@pytest.mark.parametrize(
+  "model", [MOE, pytest.param(MIXTRAL, marks=pytest.mark.long)], ids=["moe", "mixtral"]
+)
 def test_what_was_written_is_read_on_another_mesh(model, tmp_path):
   params = adapted(model)
   peft.save(tmp_path, params, model, CONFIG)
