@@ -48,7 +48,7 @@ from gspo_jax.structs import ModelInputs, TrainBatch
   pytest.param("gemma", None, "none", marks=pytest.mark.long),
   pytest.param("moe", None, "none", marks=pytest.mark.long),
   pytest.param("moe", None, "R2", marks=pytest.mark.long),
-  pytest.param("hybrid", None, "none", marks=pytest.mark.long),
+  ("hybrid", None, "none"),
   pytest.param("hybrid_moe", (1, 2, 2, 2), "R3", marks=pytest.mark.long),
   pytest.param("shallow_moe", (1, 2, 2, 2), "R3", marks=pytest.mark.long),
   pytest.param("moe", (1, 2, 2, 2), "R3", marks=pytest.mark.long),

@@ -190,7 +190,6 @@ def test_adapters_go_out_to_peft_and_come_back(adapted, pupil, tmp_path):
     export.export(str(pupil[0]), tmp_path / "none", adapters=True)
 
 
-@pytest.mark.long
 def test_peft_finds_the_base_of_adapters_by_itself(adapted, tmp_path):
   peft = pytest.importorskip("peft")
   export.export(str(adapted[0]), tmp_path / "adapter", adapters=True)
