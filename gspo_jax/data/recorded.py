@@ -157,13 +157,11 @@ def _read(
   if row.get("response_ids") is None and list(prompt_ids) != tok.encode(text):
     text = replies.whole_text(tok, prompt_ids)  # Another template rendered the prompt.
   row = {key: value for key, value in row.items() if value is not None or key == "reward"}
-  for key in ("prompt_id", "answer"):
-    if isinstance(row.get(key), str):
-      _text(row, key)
-  name = row.get("prompt_id", question[:200])
+  name = str(row.get("prompt_id", question[:200]))
   answer = row.get("answer", "")
-  answer = answer[:1000] if isinstance(answer, str) else ""
-  prompt = Prompt(str(name)[:1000], question, answer, tuple(prompt_ids))
+  texts = dict(prompt_id=name[:1000], answer=answer[:1000] if isinstance(answer, str) else "")
+  name, answer = (_text(texts, key) for key in texts)
+  prompt = Prompt(name, question, answer, tuple(prompt_ids))
   ids, stopped = _response(row, tok, messages, text, limits)
   if reward is None:
     return prompt, None

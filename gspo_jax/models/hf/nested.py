@@ -87,9 +87,11 @@ class Other:
     """
     if not self.raw:
       return config | self.keys
-    text, kinds = self.raw["text_config"], dict.fromkeys(_DTYPES, config["torch_dtype"])
-    text = text | {key: kind for key, kind in kinds.items() if key in text}
-    return self.raw | {k: x for k, x in kinds.items() if k in self.raw} | dict(text_config=text)
+
+    def typed(raw: dict[str, Any]) -> dict[str, Any]:
+      return raw | {key: config["torch_dtype"] for key in _DTYPES if key in raw}
+
+    return typed(self.raw | dict(text_config=typed(self.raw["text_config"])))
 
   @property
   def entries(self) -> list[Entry]:
