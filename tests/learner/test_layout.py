@@ -81,7 +81,8 @@ def sharing(model, microbatches=1, group_size=GROUP, **compute):
   pytest.param("hybrid", None, "none", 1, {}, marks=pytest.mark.long),
   pytest.param("hybrid_moe", (1, 2, 2, 2), "R3", 2, {}, marks=pytest.mark.long),
   pytest.param("hybrid", (2, 2, 1, 2), "none", 1, dict(remat="full"), marks=pytest.mark.long),
-  ("gemma", None, "none", 1, dict(group_size=1)),  # the head reads less all the same
+  # The head reads less all the same.
+  pytest.param("gemma", None, "none", 1, dict(group_size=1), marks=pytest.mark.long),
   pytest.param("dense", (2, 2, 1, 2), "none", 1, dict(group_size=1), marks=pytest.mark.long),
   pytest.param("moe", None, "R2", 2, {}, marks=pytest.mark.long),
   # Two responses on each device: half of a group.
@@ -102,7 +103,7 @@ def test_update_with_shared_prompts_equals_the_plain_update(
 
 
 @pytest.mark.parametrize("name, shape, replay, compute", [
-  ("dense", None, "none", {}),
+  pytest.param("dense", None, "none", {}, marks=pytest.mark.long),
   ("hybrid", None, "none", {}),
   pytest.param("hybrid_moe", (1, 2, 2, 2), "R3", {}, marks=pytest.mark.long),
   pytest.param("gemma", None, "none", dict(attention="blockwise"), marks=pytest.mark.long),
@@ -124,7 +125,9 @@ def test_packed_update_with_shared_prompts_equals_the_plain_update(name, shape, 
   assert_same_update(actual, expected, ("router/", "padding"))
 
 
-@pytest.mark.parametrize("shape", [None, (1, 2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+  "shape", [None, pytest.param((1, 2, 2, 2), marks=pytest.mark.long)], ids=str
+)
 def test_pass_with_shared_prompts_gives_the_same_old_policy(shape):
   batch = grouped_batch(MOE)
   expected = old_policy(learner(MOE), with_inputs(batch, prompt_B=None))

@@ -135,7 +135,7 @@ def test_segment_without_turns_is_the_response(batch):
   assert token[0] != pytest.approx(float(loss("gspo_token", logp_BT, batch)[0]), rel=1e-2)
 
 
-@pytest.mark.parametrize("name", ["gspo_token", "segment"])
+@pytest.mark.parametrize("name", ["gspo_token", pytest.param("segment", marks=pytest.mark.long)])
 def test_an_update_on_conversations(batch, name):
   tx = optax.sgd(1e-2)
   step = rl_step(learner(DENSE, microbatches=2), objective(name), tx)

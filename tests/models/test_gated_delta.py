@@ -17,7 +17,7 @@ from gspo_jax.models.attention.delta_rule import Inputs
 from gspo_jax.settings.model import REFERENCE
 
 B, K, R, H, J = 2, 2, 3, 8, 12
-LENGTHS = (1, 3, 63, 64, 65, 150)
+LENGTHS = [65, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 3, 63, 64, 150))]
 
 
 def inputs_of(length, seed=0):
@@ -130,7 +130,7 @@ def convolved(x, w, lengths, tail):
   return delta_rule.convolve(x, w, segment.astype(jnp.int32), tail)
 
 
-@pytest.mark.parametrize("shape", [(), (3,)])
+@pytest.mark.parametrize("shape", [(), pytest.param((3,), marks=pytest.mark.long)])
 def test_a_convolution_goes_on_from_its_tail(shape):
   """Rows of different lengths, shorter than the convolution and longer, in two pieces or one."""
   torch = pytest.importorskip("torch")
@@ -328,7 +328,7 @@ def test_a_row_that_begins_forgets_the_states_before_it():
   chex.assert_trees_all_equal(cached_layer(x_BTD, stale, segments_BT, from_start=True), expected)
 
 
-@pytest.mark.parametrize("size", [1, 6])
+@pytest.mark.parametrize("size", [6, pytest.param(1, marks=pytest.mark.long)])
 def test_a_row_does_not_depend_on_its_neighbours(size):
   x_BTD, segments_BT = samples()[:4, 10 : 10 + size], np.ones((4, size), np.int32)
   _, kv = cached_layer(samples()[:4, :10], empty(4), np.ones((4, 10), np.int32))

@@ -49,7 +49,8 @@ def plain_scalar(tokens=37, case="mixed", activation=None, scale=1):
 
 FORMS_AND_CASES = [
   # Kernels are slow to interpret; cases differ in the layout, which the forms share.
-  pytest.param(name, case, marks=pytest.mark.long) if (name, case != "mixed") == ("megablox", True)
+  pytest.param(name, case, marks=pytest.mark.long)
+  if name in ("megablox", "triton", "batched") and case != "mixed"
   else (name, case)
   for name in moe.IMPLEMENTATIONS
   for case in CASES
@@ -68,7 +69,14 @@ def test_value_and_gradient_equal_the_plain_sum(name, case):
   chex.assert_trees_all_close(got, plain_scalar(case=case), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", [*moe.IMPLEMENTATIONS, "decode", "mesh", "pieces"])
+@pytest.mark.parametrize(
+  "name",
+  [
+    *(name for name in moe.IMPLEMENTATIONS if name != "megablox"),
+    *("decode", "mesh", "pieces"),
+    pytest.param("megablox", marks=pytest.mark.long),
+  ],
+)
 def test_biases_and_a_clamped_gate(name, monkeypatch):
   """GPT-OSS, beyond its bounds: every formulation, and matrices joined on a mesh."""
   x, gate, index, w = expert_inputs(tokens=48, activation=gpt_oss.activation)
@@ -99,7 +107,13 @@ def test_biases_and_a_clamped_gate(name, monkeypatch):
   chex.assert_trees_all_close(jax.device_get(got), expected, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", moe.IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+  "name",
+  [
+    "ragged",
+    *(pytest.param(x, marks=pytest.mark.long) for x in moe.IMPLEMENTATIONS if x != "ragged"),
+  ],
+)
 @pytest.mark.parametrize("case", [pytest.param("mixed", marks=pytest.mark.long), "all_to_one"])
 @pytest.mark.parametrize("chunk", [pytest.param(0, marks=pytest.mark.long), 5])
 def test_experts_on_a_mesh_equal_the_plain_sum_however_they_are_chosen(name, case, chunk):
@@ -120,7 +134,9 @@ def test_experts_on_a_mesh_equal_the_plain_sum_however_they_are_chosen(name, cas
   chex.assert_trees_all_close(jax.device_get(got), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["ragged", "megablox", "triton"])
+@pytest.mark.parametrize(
+  "name", ["ragged", "triton", pytest.param("megablox", marks=pytest.mark.long)]
+)
 def test_assignments_that_fill_several_pieces_are_all_computed(name, monkeypatch):
   """A device with more than its share loops again."""
   monkeypatch.setattr(sharding, "axis_size", lambda axis: 8)  # pieces of a quarter of them
@@ -200,7 +216,17 @@ def test_by_itself_it_takes_the_form_for_the_platform_and_the_load(monkeypatch):
   assert moe.choose_for_few("auto", 1)(*"xgen", read=dict) == "batched"
 
 
-@pytest.mark.parametrize("busy", [(8, 0), (9, 0), (24, 0), (17, 7), (9, 9), (2, 22)])
+@pytest.mark.parametrize(
+  "busy",
+  [
+    pytest.param((8, 0), id="busy0"),
+    pytest.param((17, 7), id="busy3"),
+    pytest.param((2, 22), id="busy5"),
+    pytest.param((9, 0), marks=pytest.mark.long, id="busy1"),
+    pytest.param((24, 0), marks=pytest.mark.long, id="busy2"),
+    pytest.param((9, 9), marks=pytest.mark.long, id="busy4"),
+  ],
+)
 def test_batched_has_room_for_what_busy_experts_take(busy):
   """24 tokens, 8 experts: 8 tokens of each at once, the others of two of them in blocks of 8."""
   index = jnp.repeat(jnp.array([1, 6, 3]), jnp.array([*busy, 24 - sum(busy)]))[:, None]
@@ -213,7 +239,14 @@ def test_batched_has_room_for_what_busy_experts_take(busy):
   chex.assert_trees_all_close(got, scalar(plain_experts, index)(x, gate, w), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("C, R", [(0, 8), (8, 8), (24, 8), (16, 16), (101, 32)])
+@pytest.mark.parametrize(
+  "C, R",
+  [
+    *((0, 8), (24, 8), (101, 32)),
+    pytest.param(8, 8, marks=pytest.mark.long),
+    pytest.param(16, 16, marks=pytest.mark.long),
+  ],
+)
 @pytest.mark.parametrize("case", ["mixed", "all_to_one"])
 def test_layout_holds_every_assignment_once(case, C, R):
   """An expert's first C in slots of its own, the others in blocks behind all of these."""

@@ -38,7 +38,9 @@ HYBRID, HYBRID_MOE = (
   for config in (small_models.HYBRID, small_models.HYBRID_MOE)
 )
 CONFIGS = pytest.mark.parametrize(
-  "config", [MOE, MIXED, DENSE, GEMMA, HYBRID], ids=["moe", "mixed", "dense", "gemma", "hybrid"]
+  "config",
+  [MOE, DENSE, GEMMA, HYBRID, pytest.param(MIXED, marks=pytest.mark.long)],
+  ids=["moe", "dense", "gemma", "hybrid", "mixed"],
 )
 MESHES = [(1, 2, 2, 2), (8, 1, 1, 1), (1, 8, 1, 1), (1, 1, 8, 1), (2, 2, 2, 1), (2, 1, 2, 2)]
 LAYOUTS = [(config, MESHES[0]) for config in (MIXED, HYBRID_MOE)]
@@ -202,6 +204,7 @@ def test_arrays_of_numpy_are_taken_everywhere():
   np.testing.assert_allclose(hidden, expected, atol=1e-5)
 
 
+@pytest.mark.long
 def test_formulations_agree():
   params, tokens = initial(MOE), tokens_of(MOE)
   expected = single_device(MOE)
@@ -227,7 +230,9 @@ def test_token_logp_is_log_softmax(config):
   np.testing.assert_allclose(entropy, -(jnp.exp(reference) * reference).sum(-1), atol=1e-5)
 
 
-@pytest.mark.parametrize("config", [MOE, HYBRID], ids=["moe", "hybrid"])
+@pytest.mark.parametrize(
+  "config", [MOE, pytest.param(HYBRID, marks=pytest.mark.long)], ids=["moe", "hybrid"]
+)
 def test_bfloat16_stays_near_float32(config):
   params, tokens = initial(config), tokens_of(config)
   exact = loss(params, config, tokens)
@@ -277,7 +282,9 @@ def test_attention_that_lacks_a_window_is_refused_by_name(monkeypatch):
 @pytest.mark.parametrize(
   "shape", [None, pytest.param((1, 2, 2, 2), marks=pytest.mark.long)], ids=str
 )
-@pytest.mark.parametrize("config", [GEMMA, HYBRID], ids=["gemma", "hybrid"])
+@pytest.mark.parametrize(
+  "config", [GEMMA, pytest.param(HYBRID, marks=pytest.mark.long)], ids=["gemma", "hybrid"]
+)
 def test_greedy_tokens_do_not_depend_on_how_prompts_are_prefilled(config, shape, monkeypatch):
   """In pieces that look back at the cache, by blocks and on a mesh: each token is the most likely
   one of a forward pass over the whole row."""

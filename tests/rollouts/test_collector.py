@@ -56,7 +56,7 @@ class Late(Counting):
 CASES = [dict(), dict(extra_prompts=0, token_budget=90), dict(extra_prompts=9, token_budget=120)]
 
 
-@pytest.mark.parametrize("kind", ENVIRONMENTS)
+@pytest.mark.parametrize("kind", ["single", pytest.param("turns", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
   "changes", [CASES[1], *(pytest.param(c, marks=pytest.mark.long) for c in CASES[::2])], ids=str
 )
@@ -91,7 +91,7 @@ def test_with_the_same_weights_they_are_those_of_one_go(changes, kind):
   assert len(ids) == len(set(ids))
 
 
-@pytest.mark.parametrize("kind", ENVIRONMENTS)
+@pytest.mark.parametrize("kind", ["single", pytest.param("turns", marks=pytest.mark.long)])
 def test_a_prompt_that_comes_again_in_a_batch_gets_other_responses(kind):
   options = dict(source=Prompts(PROMPTS.rows[:2]), environment=ENVIRONMENTS[kind])
   # All at once; and put aside in the middle, when some of those that begin alike are finished.
@@ -104,7 +104,7 @@ def test_a_prompt_that_comes_again_in_a_batch_gets_other_responses(kind):
     assert len(set(result)) == len(result) >= 8
 
 
-@pytest.mark.parametrize("kind", ENVIRONMENTS)
+@pytest.mark.parametrize("kind", ["turns", pytest.param("single", marks=pytest.mark.long)])
 def test_every_token_has_the_log_prob_of_the_weights_that_sampled_it(kind):
   out, _ = iterate(5, weights=alternating, environment=ENVIRONMENTS[kind])
   total = 0
@@ -389,7 +389,7 @@ def test_what_is_unknown_is_no_spread_for_dynamic_sampling():
   assert out.metrics["dynamic_sampling/rounds"] == 2
 
 
-@pytest.mark.parametrize("replay", [False, True])
+@pytest.mark.parametrize("replay", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_response_that_could_not_be_sampled_is_unknown(replay):
   """Its group is trained on without it, with recorded experts too."""
   with rewards.open_scorer(RewardConfig(name="string")) as judge:

@@ -74,7 +74,9 @@ def train(sampling, first=1, last=LAST):
   return out
 
 
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@pytest.mark.parametrize(
+  "arrangement", ["one_mesh", pytest.param("two_meshes", marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("lag", [0, 1, 3])
 def test_weights_are_as_old_as_the_lag_says(lag, arrangement):
   """Those that a collector has that is told the version of each iteration."""
@@ -88,7 +90,9 @@ def test_weights_are_as_old_as_the_lag_says(lag, arrangement):
     assert set(batch.rollout.version[batch.rollout.mask > 0]) == {version}
 
 
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@pytest.mark.parametrize(
+  "arrangement", ["one_mesh", pytest.param("two_meshes", marks=pytest.mark.long)]
+)
 def test_a_response_that_is_carried_over_goes_on_under_newer_weights(arrangement):
   """In-flight updates at counted points: each token has its version, and is of these weights."""
   lag = 2

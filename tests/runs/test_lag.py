@@ -64,6 +64,7 @@ def test_two_meshes_of_several_devices_are_the_same_to_the_bit(tmp_path):
   assert_same_run(tmp_path / "2", tmp_path / "1", LAST)
 
 
+@pytest.mark.long
 def test_rows_have_the_age_of_the_weights(untouched):
   training = [row for row in rows(untouched) if row["step"]]
   assert [row["lag/max"] >= min(row["step"] - 1, LAG) for row in training] == [True] * LAST

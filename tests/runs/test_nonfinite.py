@@ -64,7 +64,11 @@ def after(step, batches, state=None):
 
 @pytest.mark.parametrize(
   "on_nonfinite, microbatches, applied, skips",
-  [("skip", 1, (0, 2), [0, 1, 1]), ("skip", 4, (0, 2), [0, 1, 1]), ("stop", 1, (0,), [0, 1, 2])],
+  [
+    pytest.param("skip", 1, (0, 2), [0, 1, 1], id="skip-1-applied0-skips0"),
+    pytest.param("stop", 1, (0,), [0, 1, 2], id="stop-1-applied2-skips2"),
+    pytest.param("skip", 4, (0, 2), [0, 1, 1], marks=pytest.mark.long, id="skip-4-applied1-skips1"),
+  ],
 )
 def test_a_bad_update_is_skipped_and_with_stop_all_later_ones(
   on_nonfinite, microbatches, applied, skips

@@ -56,7 +56,14 @@ def same(a, b):
   return all(np.array_equal(*pair) for pair in arrays if pair[0] is not None)
 
 
-@pytest.mark.parametrize("name, temperature", [("dense", 0.0), ("gemma", 1.0), ("moe", 1.0)])
+@pytest.mark.parametrize(
+  "name, temperature",
+  [
+    ("moe", 1.0),
+    pytest.param("dense", 0.0, marks=pytest.mark.long),
+    pytest.param("gemma", 1.0, marks=pytest.mark.long),
+  ],
+)
 def test_it_is_that_of_a_trainer_of_this_dtype_to_the_bit(name, temperature):
   """Tokens, log-probs and experts: of one code path, whatever the trainer computes in."""
   reference = sampled(name, "bfloat16", REFERENCE, temperature)
@@ -66,7 +73,7 @@ def test_it_is_that_of_a_trainer_of_this_dtype_to_the_bit(name, temperature):
   assert same(back, sampled(name, "", REFERENCE, temperature))
 
 
-@pytest.mark.parametrize("name", ["dense", "gemma"])
+@pytest.mark.parametrize("name", ["dense", pytest.param("gemma", marks=pytest.mark.long)])
 def test_its_log_probs_are_those_of_a_pass_in_this_dtype(name):
   """And differ from float32's by a few of bfloat16's roundings, 2^-8 of a value each.
 

@@ -44,6 +44,7 @@ def test_the_stop_token_ends_a_response_and_belongs_to_it():
       assert out.stopped[row] or len(response) == 6
 
 
+@pytest.mark.long
 def test_truncated_logp_is_renormalised():
   out = sample(top_k=3)
   logits_BTV = logits(PARAMS, MOE, out.tokens)[:, :-1]
@@ -53,7 +54,9 @@ def test_truncated_logp_is_renormalised():
   np.testing.assert_allclose(out.logp[:, 1:], expected * out.mask[:, 1:], atol=1e-4)
 
 
-@pytest.mark.parametrize("changes", [{}, dict(truncation=(3, 1.0, 0.0), support=3)])
+@pytest.mark.parametrize(
+  "changes", [{}, pytest.param(dict(truncation=(3, 1.0, 0.0), support=3), marks=pytest.mark.long)]
+)
 def test_ids_that_the_tokenizer_has_not_are_not_sampled(changes):
   """And log-probs stay the trainer's, which has the whole vocabulary or the support."""
   options = dict(prompts=PROMPTS, group_size=16, max_new_tokens=6, seed=7) | changes
@@ -93,6 +96,7 @@ def test_a_response_depends_on_seed_prompt_and_index_only():
   assert len({tuple(base.response(g)) for g in range(4)}) > 1
 
 
+@pytest.mark.long
 def test_groups_of_the_same_prompt_are_one_larger_group():
   prompt, other = PROMPTS[0], PROMPTS[2]
   twice = sample([prompt, other, prompt, other])
