@@ -12,6 +12,7 @@ from support.configs import config_of
 
 from configs import tiny
 from gspo_jax import sft
+from gspo_jax.data.sources import Batches
 from gspo_jax.inputs import read_inputs
 from gspo_jax.run import open_run
 from gspo_jax.settings.data import DataError
@@ -170,5 +171,39 @@ def test_too_few_to_hold_out_is_an_error(tmp_path):
       DataError, match=r"sft\.target_loss=.* holds out some demonstrations, so it needs at least 2"
     ),
     opened(tmp_path / "run", sft__target_loss=0.1, data__train=str(tmp_path / "data.jsonl")),
+  ):
+    pass
+
+
+@pytest.mark.parametrize("spec", ["arithmetic:train", "FILE"])
+def test_it_trains_on_the_demonstrations_it_may_have(spec, tmp_path):
+  rows = [f'{{"question": "{n}+1=", "answer": "{n + 1}"}}' for n in range(9)]
+  (tmp_path / "data.jsonl").write_text("\n".join(rows))
+  spec = spec.replace("FILE", str(tmp_path / "data.jsonl"))
+  chosen = []
+  for seed in 0, 1:
+    options = dict(seed=seed, data__train=spec, sft__demonstrations=5)
+    with opened(tmp_path / f"run{seed}", **options) as run:
+      source = run.inputs.data.demonstrations
+      batches = Batches(source, 20, seed=seed)
+      chosen.append({prompt.id for prompt in source})
+      assert {prompt.id for prompt in next(batches)} == chosen[-1]
+  assert chosen[0] == chosen[1] and len(chosen[0]) == 5
+
+
+@pytest.mark.parametrize(
+  "count, loss, message",
+  [
+    (10, 0.0, r"sft\.demonstrations=10: data\.train has 9 that fit"),
+    (1, 0.1, r"needs at least 2; sft\.demonstrations=1, and data\.train has 9"),
+  ],
+)
+def test_a_number_of_demonstrations_that_is_not_there_is_an_error(count, loss, message, tmp_path):
+  rows = [f'{{"question": "{n}+1=", "answer": "{n + 1}"}}' for n in range(9)]
+  (tmp_path / "data.jsonl").write_text("\n".join(rows))
+  options = dict(sft__target_loss=loss, sft__demonstrations=count)
+  with (
+    pytest.raises(DataError, match=message),
+    opened(tmp_path / "run", data__train=str(tmp_path / "data.jsonl"), **options),
   ):
     pass

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from gspo_jax import rewards
 from gspo_jax.data import growing, recorded, sources
 from gspo_jax.data.overlap import shared_prompts
@@ -102,16 +104,22 @@ def _read_demonstrations(
 ) -> Sequence[Prompt]:
   """Selects demonstrations within `sft.max_tokens`.
 
-  Empty demonstrations are excluded, too. Raises DataError as `sources.fitting` does, or if
-  `sft.target_loss` is set and fewer than two fit.
+  Empty demonstrations are excluded, too. Raises DataError as `sources.fitting` does, or if fewer
+  fit than `sft.demonstrations`, or fewer than two with `sft.target_loss`.
   """
   fitting = sources.fitting(prompts, tok, sft.max_tokens, on_error)
-  if sft.target_loss and len(fitting) < 2:
+  available = f"data.train has {len(fitting)} that fit into sft.max_tokens={sft.max_tokens}"
+  if sft.target_loss and min(len(fitting), sft.demonstrations or len(fitting)) < 2:
     raise sources.DataError(
       f"sft.target_loss={sft.target_loss:g} holds out some demonstrations, so it needs at least 2; "
-      f"data.train has {len(fitting)} that fit into sft.max_tokens={sft.max_tokens}"
+      f"sft.demonstrations={sft.demonstrations}, and {available}"
     )
-  return fitting
+  if len(fitting) < sft.demonstrations:
+    raise sources.DataError(f"sft.demonstrations={sft.demonstrations}: {available}")
+  if not sft.demonstrations:
+    return fitting
+  indices = np.random.default_rng(0).choice(len(fitting), sft.demonstrations, replace=False)
+  return sources.Prompts([fitting[int(i)] for i in indices], fitting.skipped)
 
 
 class Trial(NamedTuple):

@@ -102,6 +102,9 @@ class SftConfig:
   check_every: PositiveInt = key(
     10, "number of updates between two measurements of the held-out loss"
   )
+  demonstrations: NonNegativeInt = key(
+    0, "number of different demonstrations, drawn from data.train whatever the seed; 0: all"
+  )
   batch: PositiveInt = key(64, "number of demonstrations per update")
   microbatches: PositiveInt = key(
     1, "number of micro-batches per update; more of them need less memory"

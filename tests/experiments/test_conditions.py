@@ -22,12 +22,13 @@ SMALL = {
   "eval.batch": 2, "checkpoint.every": 100,
 }  # fmt: skip
 # Random weights take the place of a pretrained model's.
-UNTAUGHT = {
-  "configs/smollm2.py": {
-    "weights": "random", "tokenizer": "bytes", "data.max_prompt_tokens": 256,
-    "model.vocab_size": 264,
-  }
+RANDOM = {
+  "weights": "random", "tokenizer": "bytes", "data.max_prompt_tokens": 256, "model.vocab_size": 264,
 }  # fmt: skip
+UNTAUGHT = {
+  "configs/smollm2.py": RANDOM,
+  "experiments/e24_few_demonstrations/config.py": RANDOM | {"eval.benchmarks.heldout.problems": 2},
+}
 FOLDERS = definition.names()
 
 

@@ -1,6 +1,5 @@
 """What an experiment says of results that were made up, so that the truth is known."""
 
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,7 +21,8 @@ def report(
   """
   experiment, module = definition.load(definition.find(name))
   runs, points = [], []
-  for c, seed in itertools.product(experiment.conditions, experiment.seeds):
+  pairs = ((c, seed) for c in experiment.conditions for seed in c.seeds or experiment.seeds)
+  for c, seed in pairs:
     about = dict(condition=c.name, seed=seed, stage="final", status="done")
     runs.append(about | value(c, seed))
     if curve is not None:
