@@ -134,7 +134,8 @@ def gdpo_advantages(
 
   The terms A_i are the `constrained_advantages` of the same arguments, and std{A} is their sample
   standard deviation over all valid responses of the batch. So the size of advantages does not
-  depend on the number of rewards. The mean of A is 0 in each group, so no mean is subtracted.
+  depend on the number of rewards. The mean of A is 0 in each group, so no mean is subtracted. If
+  all terms are 0, so are the advantages.
 
   Shapes: J rewards [P,G], K costs [P,G], J weights, K multipliers -> [P,G].
   Reference: arXiv:2601.05242, which has no costs.
@@ -149,7 +150,7 @@ def gdpo_advantages(
   )
   advantage_PG, valid_PG = _group(advantage_PG, "advantage_PG", valid_PG)
   variance = (advantage_PG**2).sum() / jnp.maximum(valid_PG.sum() - 1, 1)
-  return advantage_PG / (jnp.sqrt(variance) + epsilon)
+  return jnp.where(variance > 0, advantage_PG / (jnp.sqrt(variance) + epsilon), 0)
 
 
 def turn_advantages(

@@ -63,6 +63,8 @@ def generate(
   lengths_P = [len(prompt) for prompt in prompts]
   if not lengths_P or group_size < 1:
     raise ValueError(f"{len(prompts)} prompts × group_size={group_size}: nothing to sample")
+  if not 0 <= seed < 2**32:
+    raise ValueError(f"seed={seed}: it must be at least 0 and below 2^32")
   if not min(lengths_P):
     raise ValueError(f"prompt {lengths_P.index(0)} is empty: give it at least one token")
   workload = Workload(

@@ -113,6 +113,11 @@ def test_constrained_advantages_standardise_before_they_combine(x64):
     O.constrained_advantages([reward], [cost[0]], [1.0], [1.0])
 
 
+def test_gdpo_of_a_batch_without_spread_is_0_without_an_epsilon():
+  equal = np.ones((2, 3))
+  np.testing.assert_array_equal(O.gdpo_advantages([equal], [], [1.0], [], epsilon=0), 0 * equal)
+
+
 def test_gdpo_divides_what_is_combined_by_its_deviation_over_the_batch(x64):
   """arXiv:2601.05242: Σ w_n (r_n − mean)/std by group, then less the mean and by the deviation of
   the batch; members that are not valid are in none of them."""

@@ -113,6 +113,7 @@ def test_groups_of_the_same_prompt_are_one_larger_group():
     ([], {}, "0 prompts"),
     ([[1, 64]], {}, "token ids from 1 to 64: the model has 0 to 63"),
     ([[1]], dict(max_new_tokens=4096), "max_position_embeddings=2048"),
+    ([[1]], dict(seed=-1), "seed=-1: it must be at least 0"),
   ],
 )
 def test_bad_prompts_are_named(prompts, changes, message):
