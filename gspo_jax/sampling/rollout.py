@@ -55,11 +55,7 @@ def generate(
     ValueError: there are no prompts, a prompt is empty or has ids outside the vocabulary, a row has
       more positions than the model allows, or a setting is out of range.
   """
-  arrays = [np.asarray(prompt) for prompt in prompts]
-  for prompt, array in zip(prompts, arrays):
-    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
-      raise TypeError(f"prompts={prompts!r:.60}: {prompt!r:.60} is no list of token ids")
-  prompts = [array.tolist() for array in arrays]
+  prompts = _token_ids(prompts)
   lengths_P = [len(prompt) for prompt in prompts]
   if not lengths_P or group_size < 1:
     raise ValueError(f"{len(prompts)} prompts × group_size={group_size}: nothing to sample")
@@ -77,6 +73,15 @@ def generate(
   local = LocalEngine(model_config, engine, compute)
   local.load(params, version=0)
   return sample_rollout(local, workload, prompts, seed, pad_id)
+
+
+def _token_ids(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+  """Returns prompts as lists. Raises TypeError if one is no list or array of integers."""
+  arrays = [np.asarray(prompt) for prompt in prompts]
+  for prompt, array in zip(prompts, arrays):
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+      raise TypeError(f"prompts={prompts!r:.60}: {prompt!r:.60} is no list of token ids")
+  return [array.tolist() for array in arrays]
 
 
 def sample_rollout(
