@@ -104,22 +104,29 @@ def test_the_teachers_advantage_is_added_to_that_of_rewards(by_token):
   assert float(metrics["distillation/reverse_kl"]) == pytest.approx(mean, rel=1e-5)
 
 
-def test_a_teacher_scores_what_the_policy_sampled_at_its_temperature():
+@pytest.mark.parametrize(
+  "shape, packed",
+  [
+    pytest.param((1, 1, 1, 1), False, id="rows"),
+    pytest.param((1, 1, 1, 1), True, marks=pytest.mark.long, id="packed"),
+    pytest.param((1, 2, 2, 2), True, marks=pytest.mark.long, id="mesh"),
+  ],
+)
+def test_a_teacher_scores_what_the_policy_sampled_at_its_temperature(shape, packed):
   """In rows of their own, packed, and on a mesh; with experts, which the policy does not have."""
   taught = teacher.Teacher(WeightSource(teacher.KEY, "t"), SMALLER_MOE)
   params, sampled = initial(SMALLER_MOE), batch()
   mask_BT = sampled.mask_BT[:, 1:] > 0
   wanted_BT = next_logp(params, SMALLER_MOE, jnp.asarray(sampled.inputs.tokens_BT), temperature=0.7)
-  for shape, packed in ((1, 1, 1, 1), False), ((1, 1, 1, 1), True), ((1, 2, 2, 2), True):
-    mesh = sharding.make_mesh(MeshConfig(*shape), jax.devices()[: np.prod(shape)])
-    score = teacher.scoring(taught, learner(SMALLER_DENSE, microbatches=4, temperature=0.7))
-    with jax.set_mesh(mesh):
-      layout = transformer.shardings(SMALLER_MOE, sharding.TRAIN, mesh)
-      placed = packing.plan(sampled, sharding.batch_shards(mesh)) if packed else sampled
-      logp_BT = score(jax.device_put(params, layout), sharding.put_batch(placed.inputs, mesh))
-      order = placed.order_B if packed else None
-      found_BT = packing.in_order(np.asarray(jax.device_get(logp_BT)), order)
-    np.testing.assert_allclose(found_BT[:, 1:][mask_BT], wanted_BT[mask_BT], atol=2e-5)
+  mesh = sharding.make_mesh(MeshConfig(*shape), jax.devices()[: np.prod(shape)])
+  score = teacher.scoring(taught, learner(SMALLER_DENSE, microbatches=4, temperature=0.7))
+  with jax.set_mesh(mesh):
+    layout = transformer.shardings(SMALLER_MOE, sharding.TRAIN, mesh)
+    placed = packing.plan(sampled, sharding.batch_shards(mesh)) if packed else sampled
+    logp_BT = score(jax.device_put(params, layout), sharding.put_batch(placed.inputs, mesh))
+    order = placed.order_B if packed else None
+    found_BT = packing.in_order(np.asarray(jax.device_get(logp_BT)), order)
+  np.testing.assert_allclose(found_BT[:, 1:][mask_BT], wanted_BT[mask_BT], atol=2e-5)
 
 
 # Where it comes from.

@@ -16,7 +16,7 @@ from support.command_line import SMALL_VALUES
 from support.configs import config_of
 
 from configs import tiny
-from gspo_jax import export, sft
+from gspo_jax import export, sft, sharding
 from gspo_jax.data import tokenizer
 from gspo_jax.inputs import read_inputs
 from gspo_jax.models import hf
@@ -32,13 +32,15 @@ SMALL = SMALL_VALUES | dict(
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-  """A run with a tokenizer of Hugging Face, and its parameters."""
+  """A run with a tokenizer of Hugging Face, and its parameters; one device compiles sooner."""
   home = tmp_path_factory.mktemp("trained")
   toy_qwen3.write_tokenizer(home)
-  with open_run(
-    read_inputs(config_of(tiny.get_config, **SMALL, tokenizer=str(home)), home / "run")
-  ) as run:
-    return home / "run", jax.device_get(sft.sft(run)), run.config.model
+  config = config_of(tiny.get_config, **SMALL, tokenizer=str(home))
+  make_mesh = sharding.make_mesh
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(sharding, "make_mesh", lambda config, _: make_mesh(config, jax.devices()[:1]))
+    with open_run(read_inputs(config, home / "run")) as run:
+      return home / "run", jax.device_get(sft.sft(run)), run.config.model
 
 
 def test_a_run_as_others_read_it(trained, tmp_path, capsys):

@@ -40,11 +40,13 @@ from gspo_jax.settings import sizes
 from gspo_jax.settings.reading import from_dict
 from gspo_jax.system.files import unseal
 
+FLAGS = [*SMALL, "model.num_layers=1", "profile.iteration=3"]
+
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
   workdir = tmp_path_factory.mktemp("run")
-  stderr = run(workdir, *SMALL, "profile.iteration=3", JAX_LOG_COMPILES="1")
+  stderr = run(workdir, *FLAGS, JAX_LOG_COMPILES="1")
   return workdir, stderr
 
 
@@ -261,6 +263,7 @@ def test_a_killed_repetition_leaves_no_older_results(tmp_path, monkeypatch):
   assert not rows(tmp_path)
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_with_other_code_says_so(finished, tmp_path):
   """The finished run, as if an older version had made it: nothing is left to do."""
   workdir = tmp_path / "copy"
@@ -268,7 +271,7 @@ def test_a_run_that_goes_on_with_other_code_says_so(finished, tmp_path):
   config = json.loads((workdir / "config.json").read_text())
   config["provenance"]["versions"]["jax"] = "0.4.1"
   (workdir / "config.json").write_text(json.dumps(config))
-  stderr = run(workdir, *SMALL, "profile.iteration=3")
+  stderr = run(workdir, *FLAGS)
   assert re.search(r"warning: this run resumes with another jax: '0\.4\.1' -> '\d", stderr)
   assert figures(workdir) == figures(finished[0])
 
@@ -282,7 +285,7 @@ def refused(workdir, message, **changes):
 
 
 def test_a_directory_of_another_configuration_is_refused(finished):
-  flags = (flag.split("=") for flag in (*SMALL, "profile.iteration=3", "rl.group_size=8"))
+  flags = (flag.split("=") for flag in (*FLAGS, "rl.group_size=8"))
   changes = {key: json.loads(value) for key, value in flags}
   refused(finished[0], r"rl\.group_size: 4 -> 8.*--config\.resume=force", **changes)
 
@@ -357,10 +360,11 @@ def in_the_way(tmp_path_factory):
   return folder
 
 
-FAST = ["--config=HERE/name.py --workdir=RUN"]
-FAST += ["TINY --config.rl.promts=3", "TINY --config.weights=HERE"]
-FAST += [line for line in COMMANDS if "no.jsonl" in line]
+FAST = [line for line in COMMANDS if "promts" in line or "no.jsonl" in line]
 LINES = [line if line in FAST else pytest.param(line, marks=pytest.mark.slow) for line in COMMANDS]
+for i, line in enumerate(COMMANDS):
+  if line in ("--config=HERE/name.py --workdir=RUN", "TINY --config.weights=HERE"):
+    LINES[i] = pytest.param(line, marks=pytest.mark.long)
 
 
 @pytest.mark.parametrize("line", LINES)

@@ -11,7 +11,7 @@ from support.command_line import SMALL_MODEL, figures, rows_of
 from support.configs import config_of
 
 from configs import tiny
-from gspo_jax import sft
+from gspo_jax import sft, sharding
 from gspo_jax.data.sources import Batches
 from gspo_jax.inputs import read_inputs
 from gspo_jax.run import open_run
@@ -35,9 +35,11 @@ SMALL = MODEL | dict(
 
 @pytest.fixture(autouse=True, scope="module")
 def few_held_out():
-  """More than a batch, and not a multiple of it."""
+  """More than a batch, and not a multiple of it; on one device, which compiles sooner."""
+  make_mesh = sharding.make_mesh
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(sft, "HELD_OUT", 20)
+    patch.setattr(sharding, "make_mesh", lambda config, _: make_mesh(config, jax.devices()[:1]))
     yield
 
 

@@ -251,7 +251,7 @@ def test_a_dry_run_refuses_what_a_run_refuses(run_forked, tmp_path):
       r"(.*\n)*.* --topology=h100:1 .*\[aot-cuda\]",
     ),
     (
-      "h100:1 --config.rl.prompts=1000000",
+      "h100:1 --config.rl.prompts=200000",
       r"GiB; too much: raise microbatches or .*\n(.*\n)*.* GiB; too much: lower engine\.slots or",
     ),
     ("v5p:4x4x12", "do not divide over"),
@@ -282,7 +282,8 @@ def test_the_weights_say_the_model_unless_a_flag_or_a_variant_does(case, run_for
   model = dataclasses.replace(tiny_moe(264), num_layers=1, hidden_size=8)
   hf.save(tmp_path / "weights", transformer.init(model, jax.random.key(0)), model)
   changes = [f"--config.{key}" for key in ["weights=weights", "tokenizer=bytes", *changes]]
-  done = run_forked("gspo_jax.main", f"--config={config}", "--dry_run", *changes, cwd=tmp_path)
+  flags = [f"--config={config}", "--dry_run", "--topology=h100:1"]  # no rate to be measured
+  done = run_forked("gspo_jax.main", *flags, *changes, cwd=tmp_path)
   assert message in done.stdout + done.stderr, done.stderr
 
 

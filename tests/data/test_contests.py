@@ -107,8 +107,12 @@ PROGRAMS = {
 @pytest.mark.parametrize(
   "changes, names",
   [
-    (dict(input_mode="file"), ("input.txt", "output.txt")),
-    (dict(input_mode="file", description=FILES), ("input.txt", "output.txt")),
+    pytest.param(dict(input_mode="file"), ("input.txt", "output.txt"), marks=pytest.mark.long),
+    pytest.param(
+      dict(input_mode="file", description=FILES),
+      ("input.txt", "output.txt"),
+      marks=pytest.mark.long,
+    ),
     (dict(input_mode=None, description=FILES), ("input.txt", "output.txt")),
     (dict(input_mode="file", description="Read sum.in and write sum.out."), ("sum.in", "sum.out")),
   ],

@@ -30,6 +30,7 @@ UNTAUGHT = {
   "experiments/e24_few_demonstrations/config.py": RANDOM | {"eval.benchmarks.heldout.problems": 2},
 }
 FOLDERS = definition.names()
+LARGEST = ("e5_", "e6_", "e8_", "e17_", "e22_", "e23_")
 
 
 def first(experiment):
@@ -128,7 +129,13 @@ def test_reports_of_a_few_runs_and_of_all(folder, rows, tmp_path):
     assert (tmp_path / "again.svg").read_text() == text and "<dc:date>" not in text
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize(
+  "folder",
+  [
+    pytest.param(folder, marks=pytest.mark.long) if folder.startswith(LARGEST) else folder
+    for folder in FOLDERS
+  ],
+)
 def test_every_number_of_a_readme_is_that_of_its_results(folder, tmp_path):
   """Generated parts, tables and verdict included, follow from the files."""
   experiment, module = definition.load(folder)

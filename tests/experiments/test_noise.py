@@ -64,7 +64,12 @@ def test_noise_follows_seed_prompt_sample_and_position_alone():
 
 @pytest.mark.parametrize(
   "gspo, weak, grpo, outcome",
-  [(0.3, 0.0, 0.0, HOLDS), (0.0, 0.0, 0.0, FAILS), (0.3, 0.1, 0.0, FAILS), (0.3, 0.0, 0.3, FAILS)],
+  [
+    (0.3, 0.0, 0.0, HOLDS),
+    (0.0, 0.0, 0.0, FAILS),
+    pytest.param(0.3, 0.1, 0.0, FAILS, marks=pytest.mark.long),
+    pytest.param(0.3, 0.0, 0.3, FAILS, marks=pytest.mark.long),
+  ],
 )
 def test_e22_compares_the_losses_at_the_strongest_noise(gspo, weak, grpo, outcome):
   lost = {("gspo", "0.03"): gspo, ("gspo", "0.001"): weak, ("grpo", "0.03"): grpo}

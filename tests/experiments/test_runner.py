@@ -207,6 +207,7 @@ def test_runs_without_their_cold_start_fail_with_it(home):
   assert dict(home.run(retry=True)) == {"sft gspo 1": 1, "rl gspo 1": 1, "rl grpo 1": 1}
 
 
+@pytest.mark.long
 def test_the_second_stage_follows_in_the_same_command(home):
   rate = "rl_optimizer.learning_rate"
   tuning = Tuning({"low": {rate: 0.01}, "high": {rate: 0.05}}, (8, 9), "eval/final")

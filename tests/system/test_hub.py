@@ -107,7 +107,7 @@ DOWNLOADS = {
 }
 
 
-@pytest.mark.parametrize("name", DOWNLOADS)
+@pytest.mark.parametrize("name", ["ours", pytest.param("the library's", marks=pytest.mark.long)])
 def test_after_kill_9_our_download_resumes_and_the_librarys_begins_anew(
   name, server, source, repository, tmp_path
 ):

@@ -83,7 +83,10 @@ with preemption.watch(grace_s=1.0):
 """
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+  "number, code",
+  [(signal.SIGTERM, 75), pytest.param(signal.SIGINT, 130, marks=pytest.mark.long)],
+)
 def test_a_process_that_cannot_save_ends_all_the_same(number, code):
   """So long after SIGTERM; or at a second Ctrl-C, for whose first one there is no such time."""
   process = started([sys.executable, "-c", STUCK])

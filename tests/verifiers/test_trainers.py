@@ -70,6 +70,7 @@ def test_trl_trains_with_it(tmp_path):
   assert 0 <= trainer.state.log_history[0]["rewards/math_reward/mean"] <= 1
 
 
+@pytest.mark.long
 def test_verl_scores_with_it():
   pytest.importorskip("verl")
   import numpy as np

@@ -91,7 +91,13 @@ def base() -> Path:
 
 
 @needs_namespaces
-@pytest.mark.parametrize("place", ["projects/checkout/.venv", "projects/.venv", "home/venv"])
+@pytest.mark.parametrize(
+  "place",
+  [
+    "projects/checkout/.venv",
+    *(pytest.param(place, marks=pytest.mark.long) for place in ("projects/.venv", "home/venv")),
+  ],
+)
 @pytest.mark.parametrize("options", [[], ["--copies"]], ids=["", "copies"])
 def test_a_virtual_environment(places, tmp_path, place, options):
   check(environment(base(), tmp_path / place, *options), *places)
@@ -106,7 +112,9 @@ def test_a_symlinked_environment(places):
 
 
 @needs_namespaces
-@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+@pytest.mark.parametrize(
+  "version", [*(pytest.param(v, marks=pytest.mark.long) for v in ("3.11", "3.12")), "3.13"]
+)
 def test_an_interpreter_of_pyenv(places, version):
   interpreters = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
   if not interpreters:
@@ -134,7 +142,13 @@ def test_an_environment_of_uv(places):
 
 
 @needs_namespaces
-@pytest.mark.parametrize("place", ["projects/checkout/env", "home/miniconda3/envs/first"])
+@pytest.mark.parametrize(
+  "place",
+  [
+    pytest.param("projects/checkout/env", marks=pytest.mark.long),
+    "home/miniconda3/envs/first",
+  ],
+)
 def test_an_environment_of_conda(places, interpreter, tmp_path, place):
   shutil.copytree(interpreter, tmp_path / place, symlinks=True, copy_function=os.link)
   check(tmp_path / place / "bin/python", *places)
