@@ -360,11 +360,15 @@ def in_the_way(tmp_path_factory):
   return folder
 
 
-FAST = [line for line in COMMANDS if "promts" in line or "no.jsonl" in line]
-LINES = [line if line in FAST else pytest.param(line, marks=pytest.mark.slow) for line in COMMANDS]
-for i, line in enumerate(COMMANDS):
-  if line in ("--config=HERE/name.py --workdir=RUN", "TINY --config.weights=HERE"):
-    LINES[i] = pytest.param(line, marks=pytest.mark.long)
+FAST = [line for line in COMMANDS if "no.jsonl" in line]
+LONG = ["--config=HERE/name.py --workdir=RUN"]
+LONG += ["TINY --config.rl.promts=3", "TINY --config.weights=HERE"]
+LINES = [
+  line
+  if line in FAST
+  else pytest.param(line, marks=pytest.mark.long if line in LONG else pytest.mark.slow)
+  for line in COMMANDS
+]
 
 
 @pytest.mark.parametrize("line", LINES)

@@ -113,7 +113,13 @@ def files_of(folder):
   return sorted(path for path in folder.rglob("*") if "__pycache__" not in path.parts)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(name, marks=pytest.mark.long) if name == "a signal that is not there" else name
+    for name in REFUSED
+  ],
+)
 def test_a_dry_run_refuses_what_a_run_refuses(name, tmp_path, monkeypatch):
   changes, message = REFUSED[name]
   for folder in "batches", "run/batches":

@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 from support.aot import needs_libtpu
-from support.small_models import MODELS, SMALLER_MOE
+from support.small_models import MODELS, MOE
 from support.small_updates import (
   PER_MICRO_BATCH,
   SGD,
@@ -83,7 +83,7 @@ def sums_over_data(step, model, shape):
 
 def test_an_update_sums_each_gradient_over_replicas_once():
   """The sums of a replica, of which no two devices send the same; micro-batches sum scalars."""
-  sums, weights = sums_over_data(update(SMALLER_MOE, MICROBATCHES), SMALLER_MOE, MESH)
+  sums, weights = sums_over_data(update(MOE, MICROBATCHES), MOE, MESH)
   assert sum(size for times, size, _ in sums if times > 1) < 0.02 * weights
   large = [(size, members) for _, size, members in sums if size > 0.02 * weights]
   assert sum(size for size, _ in large) == weights

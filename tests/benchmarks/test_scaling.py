@@ -28,6 +28,7 @@ from gspo_jax.models import flops, transformer
 from gspo_jax.settings.sizes import tiny_moe
 
 
+@pytest.mark.long
 def test_scaling_measures_prints_and_draws(tmp_path, capsys):
   files = {name: tmp_path / name for name in ("table", "plot", "save")}
   scaling.main(["--quick", "--series=G", *(f"--{name}={path}" for name, path in files.items())])

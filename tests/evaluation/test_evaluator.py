@@ -419,7 +419,7 @@ def test_checksum_does_not_depend_on_the_layout(params):
   assert jax.device_get(spread) == jax.device_get(resume.checksums(params))
 
 
-def test_virtual_contests(params, tmp_path):
+def test_virtual_contests(tmp_path):
   contests = [
     dict(contest_id="1", points=[9, 2, 0], ratings=[2000, 1500, 1000]),
     dict(contest_id="2", points=[9, 1], ratings=[1900, 1100]),
@@ -438,7 +438,9 @@ def test_virtual_contests(params, tmp_path):
 
   b = benchmark(score, "cf", problems, standings=str(path))
   check_problems("cf", b.config, problems)
-  row, _ = evaluate(evaluator(b, greedy=False, directory=tmp_path), params)
+  engine = Echo()
+  engine.load(None, version=0)
+  row, _ = evaluator(b, greedy=False, directory=tmp_path)(engine, "", 0)
   # Contest 1: 5, 5 and 0 points. Contest 2: 1, 1 and 0 points.
   scores = [0, 2 / 3, (1 + 1 + 1 / 2) / 3, 0, (1 / 2 + 1 / 2 + 0) / 3]
   expected = elo.rating(scores, [2000, 1500, 1000, 1900, 1100])

@@ -30,7 +30,7 @@ UNTAUGHT = {
   "experiments/e24_few_demonstrations/config.py": RANDOM | {"eval.benchmarks.heldout.problems": 2},
 }
 FOLDERS = definition.names()
-LARGEST = ("e5_", "e6_", "e8_", "e17_", "e22_", "e23_")
+LARGEST = ("e5_", "e6_", "e8_", "e10_", "e11_", "e17_", "e22_", "e23_")
 
 
 def first(experiment):

@@ -16,6 +16,13 @@ PAGE = (HERE.parent / "docs" / "objectives.md").read_text()
 ROW = re.compile(r"\| \[?`(\w+)`.*?\|.*\| (?:(0\.\d\d) → (0\.\d\d)|—) \|")
 
 
+@pytest.fixture(scope="module")
+def e17():
+  experiment, _ = load(find("e17"))
+  store = Store(HERE / find("e17"))
+  return experiment, store.results(plan(experiment, store))
+
+
 def rows():
   """Before and after of each objective, None without runs, by the names of E17's conditions."""
   lines = PAGE[: PAGE.index("Around any of them")].splitlines()
@@ -26,21 +33,17 @@ def rows():
   return table
 
 
-def test_every_objective_has_a_row():
+def test_every_objective_has_a_row(e17):
   table = rows()
   assert {name.split()[0] for name in table} == {*O.POLICY_LOSSES}
-  experiment, _ = load(find("e17"))
-  store = Store(HERE / find("e17"))
-  results = store.results(plan(experiment, store))
+  experiment, results = e17
   names = [condition.name for condition in experiment.conditions if not condition.secondary]
   assert {*table} == {name for name in names if len(results.values(name, "eval/final"))}
 
 
-def test_the_figures_are_those_of_e17():
+def test_the_figures_are_those_of_e17(e17):
   """The page has means over available seeds of all objectives with runs."""
-  experiment, _ = load(find("e17"))
-  store, shown = Store(HERE / find("e17")), rows()
-  results = store.results(plan(experiment, store))
+  (_, results), shown = e17, rows()
   without = {name for name, figures in shown.items() if figures == (None, None)}
   assert without == {name for name in shown if results.values(name, "eval/final").empty}
   shown = {name: figures for name, figures in shown.items() if name not in without}

@@ -93,7 +93,9 @@ def test_e12_shows_what_a_lag_costs_each_loss_and_gives_no_verdict():
   np.testing.assert_allclose(costs, expected, atol=0.01)
 
 
-@pytest.mark.parametrize("gain, outcome", [(0.2, HOLDS), (0.0, FAILS)])
+@pytest.mark.parametrize(
+  "gain, outcome", [(0.2, HOLDS), pytest.param(0.0, FAILS, marks=pytest.mark.long)]
+)
 def test_e17_wants_each_objective_to_gain(gain, outcome):
   """A single objective without gain fails the claim."""
 
