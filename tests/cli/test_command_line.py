@@ -245,10 +245,11 @@ def test_a_dry_run_refuses_what_a_run_refuses(run_forked, tmp_path):
       r"devices: 8 x TPU v5p \(data 8 .*\n(.*\n)*memory .* of 95\.0 GiB\n"
       r"(.*\n)*.* --topology=v5p:2x2x2 .*\[tpu\]",
     ),
-    (
+    pytest.param(
       "h100:1",
       r"devices: 1 x NVIDIA H100 .*\n(.*\n)*memory .* of 72\.8 GiB\n"
       r"(.*\n)*.* --topology=h100:1 .*\[aot-cuda\]",
+      marks=pytest.mark.long,
     ),
     (
       "h100:1 --config.rl.prompts=200000",
@@ -276,7 +277,13 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("case", SIZES)
+@pytest.mark.parametrize(
+  "case",
+  [
+    pytest.param(case, marks=pytest.mark.long) if case == "a flag that agrees" else case
+    for case in SIZES
+  ],
+)
 def test_the_weights_say_the_model_unless_a_flag_or_a_variant_does(case, run_forked, tmp_path):
   config, changes, message = SIZES[case]
   model = dataclasses.replace(tiny_moe(264), num_layers=1, hidden_size=8)

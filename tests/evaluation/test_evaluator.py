@@ -178,18 +178,18 @@ def test_chunks_change_nothing(params):
 def test_benchmarks_by_name_with_results_by_problem(params, tmp_path):
   run = evaluator(
     benchmark(by_length),
-    benchmark(by_length, "code", PROBLEMS[:3], samples=4, pass_at=(1, 2), rating=True),
+    benchmark(by_length, "code", PROBLEMS[:3], samples=3, pass_at=(1, 2), rating=True),
     directory=tmp_path,
     greedy=False,
   )
   row, records = evaluate(run, params, 7)
   code = [r for r in records if r.get("benchmark") == "code"]
-  assert len(code) == 12 and len(records) == 27
-  right_P = np.array([r["reward"] for r in code]).reshape(3, 4).sum(1)
-  assert row["eval/code/accuracy"] == pytest.approx(right_P.sum() / 12)
-  assert row["eval/code/pass@1"] == pytest.approx(right_P.sum() / 12)
-  assert row["eval/code/pass@2"] == pytest.approx(pass_at_k(4, right_P, 2).mean())
-  assert row["eval/code/rating"] == pytest.approx(elo.rating(right_P / 4, [1000, 1100, 1200]))
+  assert len(code) == 9 and len(records) == 24
+  right_P = np.array([r["reward"] for r in code]).reshape(3, 3).sum(1)
+  assert row["eval/code/accuracy"] == pytest.approx(right_P.sum() / 9)
+  assert row["eval/code/pass@1"] == pytest.approx(right_P.sum() / 9)
+  assert row["eval/code/pass@2"] == pytest.approx(pass_at_k(3, right_P, 2).mean())
+  assert row["eval/code/rating"] == pytest.approx(elo.rating(right_P / 3, [1000, 1100, 1200]))
   assert row["eval/code/rating/low"] <= row["eval/code/rating"] <= row["eval/code/rating/high"]
   assert row["eval/code/response_length/mean"] == np.mean([r["length"] for r in code])
   assert row["eval/code/truncated_fraction"] == np.mean([r["truncated"] for r in code])

@@ -13,7 +13,7 @@ from experiments.results import Store
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "experiment_figures.py"
 
 
-@pytest.mark.parametrize("results", [False, True])
+@pytest.mark.parametrize("results", [pytest.param(False, marks=pytest.mark.long), True])
 def test_the_notebook(results, tmp_path, monkeypatch):
   folder = tmp_path / definition.find("e2")
   folder.mkdir()

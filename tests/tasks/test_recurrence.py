@@ -83,7 +83,14 @@ def test_a_pupil_forgets_each_carry_with_the_probability_he_is_given():
   assert abs(forgot / carries - 0.06) < 4 * np.sqrt(0.06 * 0.94 / carries)
 
 
-@pytest.mark.parametrize("n, rate", [(8, 0.802), (16, 0.669), (32, 0.465)])
+@pytest.mark.parametrize(
+  "n, rate",
+  [
+    pytest.param(8, 0.802, marks=pytest.mark.long),
+    (16, 0.669),
+    pytest.param(32, 0.465, marks=pytest.mark.long),
+  ],
+)
 def test_the_pupil_is_right_less_often_on_longer_responses(n, rate):
   problems = rows("train", (n,))[::4]
   first, again, different = (

@@ -160,19 +160,31 @@ CHECK_TESTS = cases.parse(json.dumps(CHECK))
     ("import os\ndef f(x):\n  return len([os.dup(1) for _ in range(65)]) - 61", "error"),
     ("def f(x):\n  print('x' * (17 << 20), flush=True)\n  return 4", "error"),
     ("def g(x):\n  return 4", "wrong"),  # f is still the prompt's
-    ("import os; os._exit(0)", "error"),
+    pytest.param("import os; os._exit(0)", "error", marks=pytest.mark.long),
     ("import sys; sys.exit(0)\ndef f(x): pass", "error"),
-    ("import os; os._exit(105)", "error"),
+    pytest.param("import os; os._exit(105)", "error", marks=pytest.mark.long),
     ("def f(x):\n  import os; os._exit(0)", "error"),
-    ("class Any:\n  def __eq__(self, other): return True\ndef f(x): return Any()", "wrong"),
-    ("class Any(int):\n  def __eq__(self, other): return True\ndef f(x): return Any(1)", "wrong"),
+    pytest.param(
+      "class Any:\n  def __eq__(self, other): return True\ndef f(x): return Any()",
+      "wrong",
+      marks=pytest.mark.long,
+    ),
+    pytest.param(
+      "class Any(int):\n  def __eq__(self, other): return True\ndef f(x): return Any(1)",
+      "wrong",
+      marks=pytest.mark.long,
+    ),
     (
       "import builtins, sys\nbuiltins.AssertionError = ValueError\ndef check(c): pass\n"
       "def helper(x): return 0\nsys.modules['tests'] = 0\ndef f(x): return 0",
       "wrong",
     ),
-    ("import os\ndef f(x):\n  os.close(4)\n  return 4", "error"),
-    ("import os\ndef f(x):\n  os.write(4, bytes(8))\n  return 4", "wrong"),
+    pytest.param(
+      "import os\ndef f(x):\n  os.close(4)\n  return 4", "error", marks=pytest.mark.long
+    ),
+    pytest.param(
+      "import os\ndef f(x):\n  os.write(4, bytes(8))\n  return 4", "wrong", marks=pytest.mark.long
+    ),
     ("import os\ndef f(x):\n  os.write(4, b'\\xff' * 8)\n  return 4", "wrong"),
   ],
 )
