@@ -19,6 +19,7 @@ with lock.alone_in(*sys.argv[1:]):
 """
 
 
+@pytest.mark.long
 def test_the_second_run_is_refused_and_says_by_whom(tmp_path):
   with lock.alone_in(tmp_path):
     stderr = run(tmp_path, *SMALL, ok=False)
