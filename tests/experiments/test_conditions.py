@@ -30,7 +30,7 @@ UNTAUGHT = {
   "experiments/e24_few_demonstrations/config.py": RANDOM | {"eval.benchmarks.heldout.problems": 2},
 }
 FOLDERS = definition.names()
-LARGEST = tuple(f"e{number}_" for number in (5, 6, 7, 8, 10, 11, 13, 17, 22, 23))
+LARGEST = tuple(f"e{number}_" for number in (3, 5, 6, 7, 8, 10, 11, 12, 13, 17, 18, 22, 23))
 
 
 def first(experiment):
