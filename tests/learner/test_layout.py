@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from support.small_models import MOE, SHALLOW, initial
+from support.small_models import HYBRID, MOE, SHALLOW, initial
 from support.small_updates import (
   ALL_TERMS,
   MICROBATCHES,
@@ -28,6 +28,11 @@ from gspo_jax.models import transformer
 from gspo_jax.models.experts import routing
 from gspo_jax.settings.model import REFERENCE
 
+# One layer of linear attention.
+SHALLOW_HYBRID = dataclasses.replace(
+  HYBRID, num_layers=2, linear=dataclasses.replace(HYBRID.linear, pattern=2)
+)
+MODELS = MODELS | dict(shallow_hybrid=SHALLOW_HYBRID)
 GROUP, PROMPT = 4, 8  # responses to a prompt, tokens of the longest prompt
 PROMPTS = (3, 8, 1, 0)  # the last group is missing
 # With the prompt. A blank sequence, whose sampling failed, has no prompt either.
@@ -68,7 +73,7 @@ def sharing(model, microbatches=1, group_size=GROUP, **compute):
 
 
 @pytest.mark.parametrize("name, shape, replay, microbatches, compute", [
-  ("dense", None, "none", 1, {}),
+  ("dense", None, "none", MICROBATCHES, {}),
   pytest.param(
     "dense", None, "none", 4, dict(attention="blockwise", logits_chunk=3), marks=pytest.mark.long
   ),
@@ -104,7 +109,8 @@ def test_update_with_shared_prompts_equals_the_plain_update(
 
 @pytest.mark.parametrize("name, shape, replay, compute", [
   pytest.param("dense", None, "none", {}, marks=pytest.mark.long),
-  ("hybrid", None, "none", {}),
+  ("shallow_hybrid", None, "none", {}),
+  pytest.param("hybrid", None, "none", {}, marks=pytest.mark.long),
   pytest.param("hybrid_moe", (1, 2, 2, 2), "R3", {}, marks=pytest.mark.long),
   pytest.param("gemma", None, "none", dict(attention="blockwise"), marks=pytest.mark.long),
   pytest.param("gemma", None, "none", dict(attention="splash"), marks=pytest.mark.long),

@@ -48,7 +48,7 @@ from gspo_jax.structs import ModelInputs, TrainBatch
   pytest.param("gemma", None, "none", marks=pytest.mark.long),
   pytest.param("moe", None, "none", marks=pytest.mark.long),
   pytest.param("moe", None, "R2", marks=pytest.mark.long),
-  ("hybrid", None, "none"),
+  pytest.param("hybrid", None, "none", marks=pytest.mark.long),
   pytest.param("hybrid_moe", (1, 2, 2, 2), "R3", marks=pytest.mark.long),
   pytest.param("shallow_moe", (1, 2, 2, 2), "R3", marks=pytest.mark.long),
   pytest.param("moe", (1, 2, 2, 2), "R3", marks=pytest.mark.long),
@@ -68,7 +68,9 @@ def test_a_packed_update_is_the_update(name, shape, replay):
     assert row["router/volatility/mean"] > 0.1 and row["router/volatility/sampler"] > 0.1
 
 
-@pytest.mark.parametrize("shape", [None, (1, 2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+  "shape", [None, pytest.param((1, 2, 2, 2), marks=pytest.mark.long)], ids=str
+)
 def test_packed_pass_gives_the_same_old_policy(shape):
   """Compares log-probs and experts."""
   batch = make_batch(MOE)
