@@ -2,6 +2,7 @@
 segments alike however the update is laid out."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 
 import chex
@@ -189,22 +190,22 @@ def by_hand(batch, logp_BT, low, high):
   return actual
 
 
-@pytest.mark.long
 def test_metrics_by_place_of_two_micro_batches():
   rng = np.random.default_rng(1)
   batch = in_segments(make_batch())
   logp_BT = batch.old_logp_BT + rng.normal(0, 0.03, (B, T)).astype(np.float32)
 
-  def part(rows):
-    minibatch = jax.tree.map(lambda x: x[rows], batch)
-
+  @jax.jit
+  def part(logp_BT, minibatch):
     def loss(logp_BT):
       return configured_loss(SEGMENT, logp_BT, jnp.zeros_like(logp_BT), minibatch)
 
-    clipped_BT = loss(logp_BT[rows])[2]
-    return metrics.segment_metrics(lambda x: loss(x)[0], logp_BT[rows], minibatch, clipped_BT)
+    return metrics.segment_metrics(lambda x: loss(x)[0], logp_BT, minibatch, loss(logp_BT)[2])
 
-  row = O.compute(O.merge(part(slice(0, 6)), part(slice(6, B))))
+  def half(i):
+    return jax.tree.map(lambda x: np.split(x, 2)[i], (logp_BT, batch))
+
+  row = O.compute(O.merge(part(*half(0)), part(*half(1))))
   expected = by_hand(batch, logp_BT, 0.01, 0.02)
   assert set(row) == {
     "segment/count",
@@ -240,10 +241,16 @@ def test_gradient_has_all_terms_of_the_loss():
   wide = dataclasses.replace(ALL_TERMS, **{
     key: getattr(SEGMENT, key) for key in ("name", "segment_unit", "segment_tokens")
   })  # fmt: skip
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def gradient(config, logp_BT):
+    def loss(x):
+      return configured_loss(config, x, jnp.zeros_like(x), batch)[0]
+
+    return metrics.token_gradient(loss, logp_BT)
+
   with_kl, without = (
-    metrics.token_gradient(
-      lambda x, c=config: configured_loss(c, x, jnp.zeros_like(x), batch)[0], batch.sampler_logp_BT
-    )
+    gradient(config, batch.sampler_logp_BT)
     for config in (wide, dataclasses.replace(wide, kl_coef=None, kl=None))
   )
   assert not np.allclose(with_kl, without)
@@ -280,6 +287,7 @@ def test_segment_update_is_equal_in_every_layout(plain, layout):
   assert_alike(after(update(MICROBATCHES), SHALLOW, batch, shape), plain)
 
 
+@pytest.mark.long
 def test_segment_update_is_equal_with_shared_prompts():
   batch = in_segments(grouped_batch(SHALLOW))
   shared = after(update(2, group_size=GROUP, response_tokens=T - PROMPT), SHALLOW, batch)
@@ -297,9 +305,11 @@ def test_review_has_the_gradient_of_each_token():
   batch = in_segments(make_batch())
   actual = jax.device_get(review_pass(learner(SHALLOW), SEGMENT)(initial(SHALLOW), batch))
   logp_BT = score_pass(learner(SHALLOW))(initial(SHALLOW), batch.inputs)
-  expected = metrics.token_gradient(
-    lambda x: configured_loss(SEGMENT, x, jnp.zeros_like(x), batch)[0], logp_BT
-  )
+
+  def loss(x):
+    return configured_loss(SEGMENT, x, jnp.zeros_like(x), batch)[0]
+
+  expected = jax.jit(functools.partial(metrics.token_gradient, loss))(logp_BT)
   np.testing.assert_allclose(actual["gradient_BT"], expected, rtol=1e-5, atol=1e-7)
   live_BT = batch.mask_BT > 0
   assert not actual["gradient_BT"][actual["clipped_BT"]].any()

@@ -13,6 +13,7 @@ from support.small_models import HYBRID_MOE, SHALLOW, SHALLOW_MOE, initial
 from configs import tiny_ppo
 from gspo_jax.learner.critic import optimizers
 from gspo_jax.learner.optimizer import decayed, last_rate, make, rate
+from gspo_jax.models import transformer
 from gspo_jax.settings.training import OptimizerConfig
 
 CONFIG = OptimizerConfig(
@@ -95,7 +96,7 @@ def test_update_equals_optax(changes):
   for i in range(1, 10):
     grads = optimizer_tree(i)
     updates, state = jax.jit(ours.update)(grads, states[0], params, ours.hyperparameters)
-    their_updates, their_state = adamw.update(grads, states[1], theirs)
+    their_updates, their_state = jax.jit(adamw.update)(grads, states[1], theirs)
     states = state, their_state
     params = optax.apply_updates(params, updates)
     theirs = optax.apply_updates(theirs, their_updates)
@@ -110,7 +111,8 @@ def optimizer_tree(seed, model=SHALLOW):
 
 
 def test_norms_biases_convolutions_and_decays_have_no_weight_decay():
-  paths = jax.tree.leaves_with_path(decayed(initial(HYBRID_MOE)))
+  shapes = jax.eval_shape(lambda: transformer.init(HYBRID_MOE, jax.random.key(0)))
+  paths = jax.tree.leaves_with_path(decayed(shapes))
   without = {path[-1].name for path, has_decay in paths if not has_decay}
   convolutions, norms = {"q_conv", "k_conv", "v_conv"}, {"attention_norm", "ffn_norm", "final_norm"}
   norms |= {"norm", "q_norm", "k_norm"}

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 import pytest
-from support.small_models import SMALLER_MOE, initial
+from support.small_models import SMALLER_DENSE, initial
 from support.small_updates import GSPO, SGD, learner, make_batch
 
 from gspo_jax import sharding
@@ -24,8 +24,8 @@ def test_other_platforms_have_no_compiler_options(monkeypatch):
 
 def test_every_program_has_the_compiler_options(monkeypatch):
   monkeypatch.setattr(programs, "options", lambda compute: {f"xla_{compute.xla}": True})
-  trainer = learner(SMALLER_MOE, compute=SPARSECORE)
-  state, batch = new_state(initial(SMALLER_MOE), SGD), make_batch(SMALLER_MOE)
+  trainer = learner(SMALLER_DENSE, compute=SPARSECORE)
+  state, batch = new_state(initial(SMALLER_DENSE), SGD), make_batch(SMALLER_DENSE)
   cases = (
     (step.make_rl_step(trainer, GSPO, SGD), (state, batch)),
     (step.make_sft_step(trainer, SGD), (state, batch)),

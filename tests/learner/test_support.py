@@ -47,10 +47,16 @@ def by_hand(logits_BTV, tokens_BT, support_BTX):
 
 
 @pytest.mark.parametrize(
-  "model", [MOE, GEMMA], ids=["moe", "gemma"]
-)  # Gemma: a soft bound, tied embeddings.
-@pytest.mark.parametrize(
-  "mesh", [None, (1, 2, 2, 2), pytest.param((1, 1, 1, 2), marks=pytest.mark.long)], ids=str
+  "model, mesh",
+  [
+    pytest.param(MOE, None, id="None-moe"),
+    pytest.param(GEMMA, None, id="None-gemma", marks=pytest.mark.long),
+    pytest.param(MOE, (1, 2, 2, 2), id="(1, 2, 2, 2)-moe", marks=pytest.mark.long),
+    # A soft bound, tied embeddings.
+    pytest.param(GEMMA, (1, 2, 2, 2), id="(1, 2, 2, 2)-gemma"),
+    pytest.param(MOE, (1, 1, 1, 2), id="(1, 1, 1, 2)-moe", marks=pytest.mark.long),
+    pytest.param(GEMMA, (1, 1, 1, 2), id="(1, 1, 1, 2)-gemma", marks=pytest.mark.long),
+  ],
 )
 def test_log_probs_are_normalised_over_the_support(model, mesh):
   """Covers a split vocabulary, and chunks not dividing the length."""
@@ -100,10 +106,13 @@ def test_only_the_support_has_a_gradient():
     return (logp * weight_BT + 0.3 * entropy).sum()
 
   weight_BT = np.random.default_rng(1).normal(size=tokens_BT.shape)
-  actual, exact = (jax.grad(f, argnums=(0, 1))(initial(model), hidden_BTD) for f in (total, plain))
+  actual, exact = (
+    jax.jit(jax.grad(f, argnums=(0, 1)))(initial(model), hidden_BTD) for f in (total, plain)
+  )
   for ours, expected in zip(jax.tree.leaves(actual), jax.tree.leaves(exact), strict=True):
     np.testing.assert_allclose(ours, expected, atol=2e-6)
 
+  @jax.jit
   def only_token_logp(hidden_BTD):
     pair = transformer.token_logp(
       initial(model), model, hidden_BTD, tokens_BT, support_BTX=support_BTX
@@ -111,7 +120,7 @@ def test_only_the_support_has_a_gradient():
     return jnp.array([x_BT[0, 0] for x_BT in pair])
 
   assert not only_token_logp(hidden_BTD).any()
-  assert np.abs(jax.grad(lambda h: only_token_logp(h).sum())(hidden_BTD)).max() < 1e-6
+  assert np.abs(jax.jit(jax.grad(lambda h: only_token_logp(h).sum()))(hidden_BTD)).max() < 1e-6
 
 
 def test_likely_tokens_outside_the_support_give_finite_gradients():
@@ -127,7 +136,7 @@ def test_likely_tokens_outside_the_support_give_finite_gradients():
     pair = transformer.token_logp(params, model, hidden_BTD, tokens_BT, support_BTX=support_BTX)
     return sum(x_BT.sum() for x_BT in pair), pair
 
-  gradient, (logp, entropy) = jax.grad(total, has_aux=True)(jnp.asarray(hidden_BTD))
+  gradient, (logp, entropy) = jax.jit(jax.grad(total, has_aux=True))(hidden_BTD)
   assert [float(logp[0, 0]), float(entropy[0, 0])] == pytest.approx([-np.log(2), np.log(2)])
   assert np.isfinite(gradient).all()
 
