@@ -33,6 +33,16 @@ SUMS = {
   "vespo": O.vespo_loss.sums,
   "opmd": O.opmd_loss.sums,
 }
+
+
+def some(*names, of=SUMS):
+  """The others are long."""
+  return [name if name in names else pytest.param(name, marks=pytest.mark.long) for name in of]
+
+
+# A ratio by response, by segment and by token, a mean of logarithms, and a weight.
+KINDS = some("gspo", "segment", "grpo", "gmpo", "vespo")
+ALPHAS = some(0.5, of=[1.0, 0.5, 0.0])
 PLAIN = paper.case(4)  # this one clips on both sides, tokens as well as responses
 
 
@@ -77,7 +87,7 @@ def plain(name):
   return plain_and_denominators(name)[0]
 
 
-@pytest.mark.parametrize("alpha", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("alpha", ALPHAS)
 def test_gspo_token_is_gspo_when_the_advantage_is_constant(alpha):
   """Eq. 17, clipping included: value, metrics and gradient."""
   args = arguments(paper.case(0, spread="near"))
@@ -102,7 +112,7 @@ def test_segments_contain_gspo_and_grpo():
   tree_close(jax.jit(functools.partial(divided, sums))(*arguments(PLAIN)), plain("dapo"))
 
 
-@pytest.mark.parametrize("alpha", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("alpha", ALPHAS)
 def test_turns_against_the_equation(alpha, x64):
   case = paper.case(1, dtype=np.float64)
   logp, old, advantage, mask = arguments(case)
@@ -144,7 +154,7 @@ def pack(case):
   return packed
 
 
-@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("name", KINDS)
 def test_packed_rows_equal_unpacked_rows(name):
   packed = pack(PLAIN)
   if name == "segment":
@@ -179,7 +189,7 @@ def test_packed_turns_and_penalties_equal_unpacked_ones():
 
 
 @pytest.mark.parametrize("parts", [pytest.param(2, marks=pytest.mark.long), 8])
-@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("name", some("gspo", "grpo"))
 def test_any_number_of_micro_batches_is_the_same(name, parts):
   """Means of means would differ by several per cent."""
 
@@ -193,13 +203,13 @@ def test_any_number_of_micro_batches_is_the_same(name, parts):
   tree_close(accumulated(*arguments(PLAIN)), plain(name))
 
 
-@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("name", KINDS)
 def test_denominators_do_not_depend_on_parameters(name):
   here, elsewhere = plain_and_denominators(name)[1]
   assert here == elsewhere > 0
 
 
-@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("name", some("gspo", "grpo"))
 def test_vmap_agrees_with_plain(name):
   stacked = [np.stack([x, x[::-1]]) for x in arguments(PLAIN)]
   loss, metrics, grad = jax.jit(jax.vmap(functools.partial(divided, SUMS[name])))(*stacked)
@@ -214,7 +224,7 @@ def test_without_jit_it_is_the_same():
   tree_close((loss, metrics, grad), plain("gspo"))
 
 
-@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("name", some("gspo", "grpo"))
 def test_shard_map_over_eight_devices(name):
   """Each device has a row (one of them has an empty row); sums are added across devices."""
   mesh = jax.make_mesh((8,), ("data",))
@@ -235,7 +245,9 @@ def test_shard_map_over_eight_devices(name):
 @pytest.mark.parametrize(
   "spec", [pytest.param(P("data"), marks=pytest.mark.long), P("data", "time")]
 )
-@pytest.mark.parametrize("name", [name for name in SUMS if name != "segment"])
+@pytest.mark.parametrize(
+  "name", some("gspo", "grpo", of=[name for name in SUMS if name != "segment"])
+)
 def test_explicit_sharding_agrees_and_leaves_the_gradient_sharded_as_the_input(name, spec):
   mesh = jax.make_mesh((4, 2), ("data", "time"))
   with jax.set_mesh(mesh):
