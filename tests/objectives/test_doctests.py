@@ -16,10 +16,11 @@ PUBLIC = {
   if inspect.isfunction(function) and name not in TREES
 }
 
-# A second and more each; other tests compare them with references.
-SLOW = (
-  "distillation_advantages gae turn_gae turn_advantages constrained_advantages mismatch".split()
-)
+# Half a second and more each; other tests compare them with references.
+SLOW = """
+  distillation_advantages gae turn_gae turn_advantages constrained_advantages gdpo_advantages
+  soft_value soft_advantages mismatch segment_ratio off_policy_mask dapo_loss gmpo_loss value_loss
+""".split()
 MARKED = [
   *(name for name in PUBLIC if name not in SLOW),
   *(pytest.param(name, marks=pytest.mark.long) for name in SLOW),

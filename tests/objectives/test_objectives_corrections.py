@@ -46,7 +46,15 @@ def test_weights_are_constants_and_finite():
     assert not np.any(extreme)
 
 
-@pytest.mark.parametrize("loss", [O.gspo_loss, O.gspo_token_loss, O.grpo_loss, O.gmpo_loss])
+@pytest.mark.parametrize(
+  "loss",
+  [
+    O.gspo_loss,
+    pytest.param(O.gspo_token_loss, marks=pytest.mark.long),
+    O.grpo_loss,
+    pytest.param(O.gmpo_loss, marks=pytest.mark.long),
+  ],
+)
 def test_a_weight_per_sequence_multiplies_the_rows(loss):
   """Weights of 0 stay in the denominator."""
   weight = np.array([2.0, 1, 0, 1, 0.5, 1, 3, 0], np.float32)
@@ -226,7 +234,10 @@ def penalised(loss, kind, logp, old, ref, advantage, mask, half):
   return gradient(logp, **options), gradient(logp), halves
 
 
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k3_weighted"])
+@pytest.mark.parametrize(
+  "kind",
+  [*(pytest.param(kind, marks=pytest.mark.long) for kind in ("k1", "k2")), "k3", "k3_weighted"],
+)
 def test_penalties_are_added(kind, x64):
   """Value and gradient, in the loss's own aggregation."""
   case = paper.case(2, dtype=np.float64)
@@ -292,7 +303,7 @@ def test_metrics_by_hand():
       np.testing.assert_allclose(metrics[name], value, rtol=1e-3, err_msg=name)
 
 
-@pytest.mark.parametrize("name", ["gspo", "grpo"])
+@pytest.mark.parametrize("name", ["gspo", pytest.param("grpo", marks=pytest.mark.long)])
 def test_the_effective_length_is_of_the_tokens_that_move(name):
   """Over responses with any such token, packed or not, in one batch or two."""
   still, alone, *_ = np.flatnonzero(LENGTH > 2)

@@ -324,7 +324,15 @@ def test_what_is_clipped_against_the_papers_rules(name, spread):
     np.testing.assert_array_equal(clipped, expected)
 
 
-@pytest.mark.parametrize("name", CASES)
+# One case of each rule, with a dual bound where there is one.
+RULES = {rule: name for name, (_, _, rule, _) in reversed(CASES.items())}
+RULES |= {tokens_clipped: "grpo_dual", response_clipped: "gspo_raw_dual"}
+BY_RULE = [
+  name if name in RULES.values() else pytest.param(name, marks=pytest.mark.long) for name in CASES
+]
+
+
+@pytest.mark.parametrize("name", BY_RULE)
 def test_what_is_clipped_has_no_gradient_and_is_what_the_metrics_count(name):
   loss_name, options, rule, _ = CASES[name]
   case = paper.case(4)
@@ -350,7 +358,13 @@ def test_what_is_clipped_has_no_gradient_and_is_what_the_metrics_count(name):
     np.testing.assert_allclose(counted, share, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", O.POLICY_LOSSES)
+RULED = {CASES[name][0] for name in RULES.values()}
+BY_KIND = [
+  name if name in RULED else pytest.param(name, marks=pytest.mark.long) for name in O.POLICY_LOSSES
+]
+
+
+@pytest.mark.parametrize("name", BY_KIND)
 def test_of_packed_responses_the_same_tokens_are_clipped(name):
   case = paper.case(4)
   loss, unpacked = arguments(name, case, False)
@@ -383,7 +397,14 @@ def value(loss, *args, **options):
   return loss(*args, **options)[0]
 
 
-@pytest.mark.parametrize("name", O.POLICY_LOSSES)
+LEVELS_OF = {(loss.levels, loss.by_token): name for name, loss in O.POLICY_LOSSES.items()}
+BY_LEVELS = [
+  name if name in LEVELS_OF.values() else pytest.param(name, marks=pytest.mark.long)
+  for name in O.POLICY_LOSSES
+]
+
+
+@pytest.mark.parametrize("name", BY_LEVELS)
 def test_a_loss_takes_weights_of_the_levels_that_it_declares(name):
   case = paper.case(4)
   loss, args = arguments(name, case, O.POLICY_LOSSES[name].by_token)
