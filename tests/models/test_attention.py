@@ -117,11 +117,19 @@ def sum_by_hand(kind, scores):
 
 
 @pytest.mark.parametrize(
-  "scores",
-  [ALL, BOTH, *(pytest.param(scores, marks=pytest.mark.long) for scores in (LOCAL, BOUNDED))],
-  ids="all both window bound".split(),
+  "kind, scores",
+  [
+    pytest.param("padded", ALL, id="padded-all"),
+    pytest.param("packed", BOTH, id="packed-both"),
+    pytest.param("packed", ALL, id="packed-all", marks=pytest.mark.long),
+    pytest.param("padded", BOTH, id="padded-both", marks=pytest.mark.long),
+    *(
+      pytest.param(kind, scores, id=f"{kind}-{name}", marks=pytest.mark.long)
+      for kind in ("padded", "packed")
+      for name, scores in dict(window=LOCAL, bound=BOUNDED).items()
+    ),
+  ],
 )
-@pytest.mark.parametrize("kind", ["padded", "packed"])
 @pytest.mark.parametrize(
   "name, block",
   [
@@ -213,8 +221,7 @@ def paths(scores):
 @pytest.mark.parametrize(
   "name, scores",
   [
-    ("plain", ALL),
-    *(pytest.param("plain", scores, marks=pytest.mark.long) for scores in (LOCAL, BOUNDED)),
+    *(pytest.param("plain", scores, marks=pytest.mark.long) for scores in (ALL, LOCAL, BOUNDED)),
     ("plain", BOTH),
     *(
       pytest.param("blockwise", scores, marks=pytest.mark.long) for scores in (ALL, LOCAL, BOUNDED)

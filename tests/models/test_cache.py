@@ -68,11 +68,18 @@ def test_what_is_written_is_the_rounded_number(write):
 
 
 @pytest.mark.parametrize(
-  "n, window, cap, sinks", [(2, 0, 0.0, True), (4, 70, 0.0, False), (20, 0, 5.0, False)]
+  "programs, n, window, cap, sinks",
+  [  # Whole rows, and parts of a single tile.
+    (1, 2, 0, 0.0, True),
+    (64, 4, 70, 0.0, False),
+    (64, 20, 0, 5.0, False),
+    pytest.param(1, 4, 70, 0.0, False, marks=pytest.mark.long),
+    pytest.param(1, 20, 0, 5.0, False, marks=pytest.mark.long),
+    pytest.param(64, 2, 0, 0.0, True, marks=pytest.mark.long),
+  ],
 )
-@pytest.mark.parametrize("programs", [1, 64])  # Whole rows, and parts of a single tile.
 def test_a_gpus_kernel_reads_the_positions_of_each_row(
-  n, window, cap, sinks, programs, monkeypatch
+  programs, n, window, cap, sinks, monkeypatch
 ):
   monkeypatch.setattr(triton, "PROGRAMS", programs)
   B, K, S, H = 4, 2, 160, 16  # Tiles of 32 positions.

@@ -32,7 +32,9 @@ def arrays(rows, key_heads, repeats, key_dim, value_dim):
 
 
 @pytest.mark.parametrize("platform", STEPS)
-@pytest.mark.parametrize("shape", [(3, 2, 2, 128, 128), (2, 16, 1, 32, 16)])
+@pytest.mark.parametrize(
+  "shape", [(3, 2, 2, 128, 128), pytest.param((2, 16, 1, 32, 16), marks=pytest.mark.long)]
+)
 def test_a_kernel_computes_a_step_and_leaves_other_layers_alone(platform, shape, monkeypatch):
   monkeypatch.setattr(delta_kernel, "BLOCK", 8 * 4 * 32 * 16)  # Two blocks of eight key heads.
   inputs, states = arrays(*shape)

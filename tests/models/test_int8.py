@@ -83,7 +83,9 @@ def test_published_on_eight_devices_or_one_products_are_of_the_rounded(name, sha
   assert sizes["f32"] <= model.vocab_size * model.hidden_size
 
 
-@pytest.mark.parametrize("name", ["dense", "moe", pytest.param("hybrid", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+  "name", ["moe", *(pytest.param(name, marks=pytest.mark.long) for name in ("dense", "hybrid"))]
+)
 def test_sampled_log_probs_are_the_scores_of_the_rounded(name):
   model, params = MODELS[name], initial(MODELS[name])
   rollout = generate(

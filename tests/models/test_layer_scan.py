@@ -39,10 +39,10 @@ def test_a_scan_covers_as_many_layers_as_repeat():
 @pytest.mark.parametrize(
   "model, replayed",
   [
-    pytest.param(WINDOWS, False, id="windows"),
-    pytest.param(PERIODIC, True, id="mixed-replayed"),
+    pytest.param(WINDOWS, True, id="windows-replayed"),
+    pytest.param(WINDOWS, False, id="windows", marks=pytest.mark.long),
+    pytest.param(PERIODIC, True, id="mixed-replayed", marks=pytest.mark.long),
     pytest.param(NESTED, False, id="nested", marks=pytest.mark.long),
-    pytest.param(WINDOWS, True, id="windows-replayed", marks=pytest.mark.long),
     pytest.param(PERIODIC, False, id="mixed", marks=pytest.mark.long),
     pytest.param(NESTED, True, id="nested-replayed", marks=pytest.mark.long),
   ],
@@ -75,7 +75,7 @@ def test_several_stacks_are_the_layers_in_order(model, replayed, monkeypatch):
   "model",
   [
     pytest.param(WINDOWS, id="windows"),
-    pytest.param(NESTED, id="nested"),
+    pytest.param(NESTED, id="nested", marks=pytest.mark.long),
     pytest.param(PERIODIC, id="mixed", marks=pytest.mark.long),
   ],
 )

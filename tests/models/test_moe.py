@@ -73,7 +73,8 @@ def test_value_and_gradient_equal_the_plain_sum(name, case):
   "name",
   [
     *(name for name in moe.IMPLEMENTATIONS if name != "megablox"),
-    *("decode", "mesh", "pieces"),
+    *("decode", "mesh"),
+    pytest.param("pieces", marks=pytest.mark.long),
     pytest.param("megablox", marks=pytest.mark.long),
   ],
 )
@@ -135,7 +136,7 @@ def test_experts_on_a_mesh_equal_the_plain_sum_however_they_are_chosen(name, cas
 
 
 @pytest.mark.parametrize(
-  "name", ["ragged", "triton", pytest.param("megablox", marks=pytest.mark.long)]
+  "name", ["ragged", *(pytest.param(x, marks=pytest.mark.long) for x in ("triton", "megablox"))]
 )
 def test_assignments_that_fill_several_pieces_are_all_computed(name, monkeypatch):
   """A device with more than its share loops again."""
@@ -160,7 +161,8 @@ def test_products_with_gate_and_up_are_saved_on_a_gpu_with_the_other_products(po
   assert shapes.count((128, 16)) == number  # A piece of 74 assignments, and F.
 
 
-def test_in_bfloat16_sums_of_a_tokens_experts_round_as_bfloat16_does():
+@pytest.mark.parametrize("name", ["ragged", pytest.param("megablox", marks=pytest.mark.long)])
+def test_in_bfloat16_sums_of_a_tokens_experts_round_as_bfloat16_does(name):
   """Rows add up in the dtype of their transfer, products in float32."""
 
   def narrow(tree):
@@ -171,7 +173,7 @@ def test_in_bfloat16_sums_of_a_tokens_experts_round_as_bfloat16_does():
 
   x, gate, index, w = expert_inputs(tokens=128, k=4)
   x, gate, w = narrow((x, gate, w))
-  y, vjp = jax.vjp(lambda x, w: moe.IMPLEMENTATIONS["megablox"](x, gate, index, w, w), x, w)
+  y, vjp = jax.vjp(lambda x, w: moe.IMPLEMENTATIONS[name](x, gate, index, w, w), x, w)
   expected, vjp_of_expected = jax.vjp(
     lambda x, w: plain_experts(x, wide(gate), index, w), *wide((x, w))
   )
@@ -182,7 +184,13 @@ def test_in_bfloat16_sums_of_a_tokens_experts_round_as_bfloat16_does():
     assert jnp.linalg.norm(a.astype(jnp.float32) - b) < 2**-7 * jnp.linalg.norm(b)
 
 
-@pytest.mark.parametrize("counts", [[100, 0, 3, 120], [256, 0, 0, 0], [0, 0, 0, 1]])
+@pytest.mark.parametrize(
+  "counts",
+  [
+    [100, 0, 3, 120],
+    *(pytest.param(x, marks=pytest.mark.long) for x in ([256, 0, 0, 0], [0, 0, 0, 1])),
+  ],
+)
 def test_triton_multiplies_each_groups_rows(counts):
   """Rows of several tiles, none, and groups that end within a tile."""
   keys, E = jax.random.split(jax.random.key(0), 3), len(counts)
@@ -219,9 +227,9 @@ def test_by_itself_it_takes_the_form_for_the_platform_and_the_load(monkeypatch):
 @pytest.mark.parametrize(
   "busy",
   [
-    pytest.param((8, 0), id="busy0"),
     pytest.param((17, 7), id="busy3"),
     pytest.param((2, 22), id="busy5"),
+    pytest.param((8, 0), marks=pytest.mark.long, id="busy0"),
     pytest.param((9, 0), marks=pytest.mark.long, id="busy1"),
     pytest.param((24, 0), marks=pytest.mark.long, id="busy2"),
     pytest.param((9, 9), marks=pytest.mark.long, id="busy4"),
@@ -247,7 +255,7 @@ def test_batched_has_room_for_what_busy_experts_take(busy):
     pytest.param(16, 16, marks=pytest.mark.long),
   ],
 )
-@pytest.mark.parametrize("case", ["mixed", "all_to_one"])
+@pytest.mark.parametrize("case", ["mixed", pytest.param("all_to_one", marks=pytest.mark.long)])
 def test_layout_holds_every_assignment_once(case, C, R):
   """An expert's first C in slots of its own, the others in blocks behind all of these."""
   index = expert_inputs(tokens=101)[2] if case == "mixed" else jnp.full((101, 1), 3)
@@ -269,7 +277,8 @@ def test_layout_holds_every_assignment_once(case, C, R):
 def test_router_gates_are_the_softmax_over_the_chosen():
   x = jax.random.normal(jax.random.key(0), (2, 5, 16))
   router = jax.random.normal(jax.random.key(1), (16, 8))
-  gate, index, stats = moe.route(x, router, CONFIG, jnp.ones((2, 5), bool))
+  route = jax.jit(moe.route, static_argnums=2)
+  gate, index, stats = route(x, router, CONFIG, jnp.ones((2, 5), bool))
   chosen = jnp.take_along_axis(x @ router, index, -1)
   np.testing.assert_allclose(gate, jax.nn.softmax(chosen, -1), rtol=1e-5)
   assert stats.load_E.sum() == 2 * 5 * 2 and stats.tokens == 10 and stats.dropped == 0

@@ -37,13 +37,25 @@ def new(dtype):
   return [jnp.asarray(RNG.normal(size=(B, 1, n, H)), dtype) for n in (N, K, K)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+SCORES = {  # And the dtype that is not long.
+  "float32": Scores(0.1, 0, 5.0),
+  "bfloat16": Scores(0.1, 20),
+  "int8": Scores(0.1, 20, sink_N=np.arange(8.0) / 4),
+  "": Scores(0.1),
+}
+
+
 @pytest.mark.parametrize(
-  "scores",
-  [Scores(0.1), Scores(0.1, 20), Scores(0.1, 0, 5.0), Scores(0.1, 20, sink_N=np.arange(8.0) / 4)],
-  ids=str,
+  "scores, dtype",
+  [
+    pytest.param(
+      scores, dtype, id=f"{scores}-{dtype}", marks=() if dtype == short else pytest.mark.long
+    )
+    for short, scores in SCORES.items()
+    for dtype in ("float32", "bfloat16", "int8")
+  ],
 )
-def test_the_kernel_reads_and_writes_what_the_plain_form_does(dtype, scores):
+def test_the_kernel_reads_and_writes_what_the_plain_form_does(scores, dtype):
   position = jnp.array([[0], [5], [32], [47]], jnp.int32)  # the second row has no pages
   arguments = (*new(dtype), filled(dtype), jnp.int32(1), position, scores)
   y, cache = pages.attend(*arguments, "kernel")

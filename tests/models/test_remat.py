@@ -42,6 +42,7 @@ def step(remat, attention):
   )
 
 
+@functools.cache
 def saved_names(remat, attention):
   """Counts saved arrays by shape, over all layers."""
 
@@ -54,7 +55,10 @@ def saved_names(remat, attention):
 
 
 @pytest.mark.parametrize("attention", [pytest.param("plain", marks=pytest.mark.long), "blockwise"])
-@pytest.mark.parametrize("remat", POLICIES)
+@pytest.mark.parametrize(
+  "remat",
+  [x if x in ("full", "both") else pytest.param(x, marks=pytest.mark.long) for x in POLICIES],
+)
 def test_every_policy_gives_the_same_loss_and_gradients(remat, attention):
   value, gradient = step(remat, attention)
   expected, expected_gradient = step("none", "plain")
@@ -118,7 +122,9 @@ SHARED = dataclasses.replace(
 @pytest.mark.parametrize(
   "config", [HYBRID, SHARED], ids=["linear attention", "gated shared expert"]
 )
-@pytest.mark.parametrize("remat", ["attention", "dots", "both"])
+@pytest.mark.parametrize(
+  "remat", [*(pytest.param(x, marks=pytest.mark.long) for x in ("attention", "dots")), "both"]
+)
 def test_so_it_is_with_other_layers(remat, config):
   tokens = transformer.example_tokens(config, B, T)
   params = jax.eval_shape(lambda: transformer.init(config, jax.random.key(0)))

@@ -104,7 +104,8 @@ def test_drifted_weights_are_evaluated_on_the_replayed_network(monkeypatch):
     return jax.nn.softmax(logit_BTk, axis=-1), replayed_experts_BTk, moe.RouterStats(*jnp.zeros(6))
 
   monkeypatch.setattr(moe, "route", route)
-  expected = transformer.forward(DRIFTED, MODEL, TOKENS, routing=old).hidden_BTD
+  run = jax.jit(lambda p: transformer.forward(p, MODEL, TOKENS, routing=old))  # traced anew
+  expected = run(DRIFTED).hidden_BTD
   np.testing.assert_allclose(replaying.hidden_BTD, expected, atol=2e-5)
   np.testing.assert_array_equal(replaying.routing_lBTk, old)
 
@@ -144,7 +145,8 @@ def test_half_of_the_experts_is_none():
 def test_gates_stay_finite_where_the_router_has_given_up_on_what_is_replayed():
   x = jnp.ones((1, 1, 4))
   router = jnp.concatenate([jnp.full((4, 6), 100.0), jnp.full((4, 2), -100.0)], 1)
-  gates, *_ = moe.route(x, router, MODEL, jnp.ones((1, 1)), jnp.array([[[6, 7]]], jnp.int8))
+  route = jax.jit(moe.route, static_argnums=2)
+  gates, *_ = route(x, router, MODEL, jnp.ones((1, 1)), jnp.array([[[6, 7]]], jnp.int8))
   assert jnp.isfinite(gates).all()
 
 
@@ -253,17 +255,17 @@ def test_a_dense_model_has_no_experts():
   "shape", [pytest.param((2, 2, 2, 1), marks=pytest.mark.long), (1, 2, 2, 2)], ids=str
 )
 def test_the_cache_keeps_its_sharding_through_prefill_and_decoding(shape):
-  mesh = sharding.make_mesh(MeshConfig(*shape))
+  mesh, model = sharding.make_mesh(MeshConfig(*shape)), dataclasses.replace(MODEL, num_layers=2)
   with jax.set_mesh(mesh):
-    params = jax.device_put(PARAMS, transformer.shardings(MODEL, sharding.ROLLOUT, mesh))
+    params = jax.device_put(initial(model), transformer.shardings(model, sharding.ROLLOUT, mesh))
     tokens = sharding.put_batch(np.concatenate([TOKENS, TOKENS]), mesh)
-    cache = kv_cache.allocate(MODEL, 8, 9, jnp.float32)
+    cache = kv_cache.allocate(model, 8, 9, jnp.float32)
     types = jax.tree.map(jax.typeof, cache)
     for leaf in jax.tree.leaves(types):
       assert leaf.sharding.spec == kv_cache.spec(leaf)
     step = jax.jit(
       lambda p, t, c, positions: (
-        transformer.forward(p, MODEL, t, positions=positions, cache=c).cache
+        transformer.forward(p, model, t, positions=positions, cache=c).cache
       )
     )
     for first, new in ((0, tokens), (7, tokens[:, :1])):

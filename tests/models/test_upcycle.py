@@ -12,7 +12,10 @@ from gspo_jax.models.upcycle import upcycle
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 9)).astype(np.int32)
 
 
-@pytest.mark.parametrize("experts, per_token", [(4, 2), (3, 1), (2, 2)])
+@pytest.mark.parametrize(
+  "experts, per_token",
+  [(4, 2), *(pytest.param(*x, marks=pytest.mark.long) for x in ((3, 1), (2, 2)))],
+)
 def test_without_noise_it_is_the_same_function(experts, per_token):
   params, key = initial(DENSE), jax.random.key(1)
   sparse, config = upcycle(params, DENSE, key, experts=experts, per_token=per_token)

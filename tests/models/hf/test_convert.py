@@ -115,11 +115,11 @@ def test_dtypes(tmp_path):
 @pytest.mark.parametrize(
   "mesh_sizes, rules, fused",
   [
-    ((2, 2, 2, 1), sharding.TRAIN, False),
+    pytest.param((2, 2, 2, 1), sharding.TRAIN, False, marks=pytest.mark.long),
     ((1, 2, 2, 2), sharding.TRAIN, True),
     ((2, 1, 2, 2), sharding.ROLLOUT, False),
-    ((1, 8, 1, 1), sharding.TRAIN, True),
-    ((8, 1, 1, 1), sharding.TRAIN, False),
+    pytest.param((1, 8, 1, 1), sharding.TRAIN, True, marks=pytest.mark.long),
+    pytest.param((8, 1, 1, 1), sharding.TRAIN, False, marks=pytest.mark.long),
   ],
 )
 def test_a_mesh_changes_nothing_but_the_layout(mesh_sizes, rules, fused, tmp_path, monkeypatch):
@@ -166,7 +166,9 @@ def test_saving_again_leaves_nothing_of_the_first_time(tmp_path):
 # Streamed
 
 
-@pytest.mark.parametrize("mesh_sizes", [None, (1, 2, 2, 2), (2, 2, 2, 1)])
+@pytest.mark.parametrize(
+  "mesh_sizes", [None, (1, 2, 2, 2), pytest.param((2, 2, 2, 1), marks=pytest.mark.long)]
+)
 def test_loading_needs_the_model_and_less_than_one_tensor(mesh_sizes, tmp_path, monkeypatch):
   """On CPU the model's own memory is host memory, and tracemalloc sees it: JAX takes the buffers
   over. A loader that stacked layers or experts would need the largest parameter, 4 MiB, twice; one

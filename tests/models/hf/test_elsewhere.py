@@ -35,7 +35,7 @@ def tensor_bytes(directory):
 
 
 @pytest.mark.parametrize("mesh_sizes", [None, (1, 2, 2, 2)])
-@pytest.mark.parametrize("shard_size_bytes", [10**9, 20_000])
+@pytest.mark.parametrize("shard_size_bytes", [pytest.param(10**9, marks=pytest.mark.long), 20_000])
 def test_a_repository_is_downloaded_once(
   shard_size_bytes, mesh_sizes, server, tmp_path, monkeypatch
 ):
@@ -118,9 +118,8 @@ hf.save(target, params, config)
 """
 
 
-@pytest.mark.parametrize(
-  "mesh_sizes", [(1, 1, 8, 1), pytest.param((1, 8, 1, 1), marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("mesh_sizes", [(1, 1, 8, 1), (1, 8, 1, 1)])
+@pytest.mark.long
 def test_two_hosts_read_half_each(mesh_sizes, server, tmp_path):
   """With experts over all devices, and with every parameter split within its rows."""
   params = saved(tmp_path / "source", MOE)

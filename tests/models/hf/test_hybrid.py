@@ -79,7 +79,10 @@ def fused(tensors):
   return rest
 
 
-@pytest.mark.parametrize("outer, keys", [("qwen3_5", {}), ("qwen3_5_moe", EXPERTS)])
+@pytest.mark.parametrize(
+  "outer, keys",
+  [pytest.param("qwen3_5", {}, marks=pytest.mark.long), ("qwen3_5_moe", EXPERTS)],
+)
 def test_a_multimodal_directory_is_written_back(outer, keys, tmp_path):
   saved_inside(tmp_path / "in", outer, **keys)
   separate, _ = hf.load(tmp_path / "in")
@@ -90,7 +93,10 @@ def test_a_multimodal_directory_is_written_back(outer, keys, tmp_path):
   assert raw == written
 
 
-@pytest.mark.parametrize("outer, keys", [("qwen3_5", {}), ("qwen3_5_moe", EXPERTS)])
+@pytest.mark.parametrize(
+  "outer, keys",
+  [("qwen3_5", {}), pytest.param("qwen3_5_moe", EXPERTS, marks=pytest.mark.long)],
+)
 def test_a_text_model_saved_from_a_multimodal_one(outer, keys, tmp_path):
   """transformers leaves the names of its tensors as they were."""
   saved_inside(tmp_path / "outer", outer, **keys)
@@ -103,7 +109,7 @@ def test_a_text_model_saved_from_a_multimodal_one(outer, keys, tmp_path):
   jax.tree.map(np.testing.assert_array_equal, params, expected)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "float16"])
 def test_the_dtype_of_the_language_model_is_that_of_its_weights(dtype, tmp_path):
   """In published files it is in text_config alone."""
   saved_inside(tmp_path / "in", "qwen3_5")
@@ -127,7 +133,10 @@ def test_layers_of_multi_token_prediction_are_written_back(model_type, keys, tmp
   assert json.loads((tmp_path / "out/config.json").read_text())["mtp_num_hidden_layers"] == 1
 
 
-@pytest.mark.parametrize("sizes", [(1, 4, 1, 2), (1, 8, 1, 1), (1, 2, 2, 2)])
+@pytest.mark.parametrize(
+  "sizes",
+  [*(pytest.param(x, marks=pytest.mark.long) for x in ((1, 4, 1, 2), (1, 8, 1, 1))), (1, 2, 2, 2)],
+)
 @pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_moe_text"])
 def test_a_mesh_reads_the_same_values(model_type, sizes, tmp_path, monkeypatch):
   """Also a few rows at a time, and as remote files are read."""
