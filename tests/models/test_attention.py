@@ -321,7 +321,9 @@ def test_what_a_kernel_lacks_is_named_and_auto_goes_without(
 
 
 @pytest.mark.parametrize(
-  "scores", [ALL, BOTH, pytest.param(LOCAL, marks=pytest.mark.long)], ids=["all", "both", "window"]
+  "scores",
+  [pytest.param(ALL, marks=pytest.mark.long), BOTH, pytest.param(LOCAL, marks=pytest.mark.long)],
+  ids=["all", "both", "window"],
 )
 @pytest.mark.parametrize("length", [1, 200, pytest.param(6, marks=pytest.mark.long)])
 def test_queries_to_a_cache(length, scores, monkeypatch):

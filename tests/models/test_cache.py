@@ -54,7 +54,7 @@ def test_a_write_does_not_widen_the_cache(write):
   assert not re.search(whole, compiled.as_text())
 
 
-@pytest.mark.parametrize("write", [step, insert, copy_row])
+@pytest.mark.parametrize("write", [pytest.param(step, marks=pytest.mark.long), insert, copy_row])
 def test_what_is_written_is_the_rounded_number(write):
   new, positions = arguments(write)
   narrow = write(allocate(B, S, jnp.bfloat16), new, positions)
@@ -97,7 +97,9 @@ def test_a_gpus_kernel_reads_the_positions_of_each_row(
   np.testing.assert_allclose(actual, expected[:, 0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("write", [step, insert, copy_row])
+@pytest.mark.parametrize(
+  "write", [step, *(pytest.param(x, marks=pytest.mark.long) for x in (insert, copy_row))]
+)
 def test_int8_is_off_by_half_a_step_of_its_scale(write):
   new, positions = arguments(write)
   new = new.astype(np.float32)

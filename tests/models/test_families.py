@@ -23,6 +23,7 @@ transformers = pytest.importorskip("transformers")
 from safetensors.numpy import load_file, save_file  # noqa: E402, after the skip
 from support.hf_models import random_model  # noqa: E402
 from support.small_models import forward, next_logp  # noqa: E402
+from support.small_models import logits as jitted_logits  # noqa: E402
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
 
 from gspo_jax import sharding  # noqa: E402
@@ -150,12 +151,23 @@ def response_logp(logits, tokens, log_softmax):
 
 
 # Each kind of attention, of experts and of rotation stays; the others are long.
+HYBRID = "qwen3_next", "qwen3_5", "qwen3_5_moe"
 COMPARED = [
   pytest.param(name, marks=pytest.mark.long)
-  if name in ("linear", "qwen2_yarn", "mistral", "qwen3_5_moe")
+  if name in ("linear", "qwen2_yarn", "mistral", "qwen2_moe", *HYBRID)
   else name
   for name in CASES
 ]
+
+
+@pytest.mark.parametrize("case", HYBRID[:2], indirect=True)
+def test_logits_of_hybrids_are_those_of_transformers(case):
+  """Without gradients, which compile for longer."""
+  logits = jitted_logits(case.params, case.config, jnp.asarray(case.tokens))
+  with torch.no_grad():
+    expected = case.model(torch.tensor(case.tokens)).logits.numpy()
+  assert np.abs(expected).max() > 1  # Else the tolerance would say nothing.
+  assert np.abs(logits - expected).max() < 2e-5 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("case", COMPARED, indirect=True)
@@ -529,7 +541,7 @@ def test_a_language_model_inside_another_model(outer, tmp_path):
   tokens = np.random.default_rng(0).integers(1, BASE["vocab_size"], (2, LENGTH))
   with torch.no_grad():
     expected = model(input_ids=torch.tensor(tokens)).logits.numpy()
-  logits = transformer.logits(params, config, jnp.asarray(tokens))
+  logits = jitted_logits(params, config, jnp.asarray(tokens))
   assert np.abs(logits - expected).max() < 2e-5 * np.abs(expected).max()
   hf.save(tmp_path / "out", params, config, like=str(tmp_path / "in"))
   before, after = (tensors(tmp_path / name) for name in ("in", "out"))

@@ -47,8 +47,15 @@ CONFIGS = pytest.mark.parametrize(
   ids=["dense", "hybrid", "moe", "gemma", "mixed"],
 )
 MESHES = [(1, 2, 2, 2), (8, 1, 1, 1), (1, 8, 1, 1), (1, 1, 8, 1), (2, 2, 2, 1), (2, 1, 2, 2)]
-LAYOUTS = [(HYBRID_MOE, MESHES[0])]
-LAYOUTS += [pytest.param(x, MESHES[0], marks=pytest.mark.long) for x in (MIXED, DENSE, GEMMA)]
+# One layer of linear attention, and one of full.
+SHALLOW = dataclasses.replace(
+  HYBRID, num_layers=2, linear=dataclasses.replace(HYBRID.linear, pattern=2)
+)
+LAYOUTS = [(SHALLOW, MESHES[0])]
+LAYOUTS += [
+  pytest.param(config, MESHES[0], marks=pytest.mark.long)
+  for config in (MIXED, HYBRID_MOE, DENSE, GEMMA)
+]
 LAYOUTS += [pytest.param(MOE, mesh, marks=pytest.mark.long) for mesh in MESHES]
 LAYOUTS += [pytest.param(HYBRID, mesh, marks=pytest.mark.long) for mesh in MESHES]
 
@@ -151,8 +158,8 @@ def test_a_loop_over_layers_gives_the_gradients_of_unrolled_ones(config, monkeyp
 @pytest.mark.parametrize(
   "experts, remat, shape, pattern",
   [
-    ("ragged", "both", (1, 4, 2, 1), 2),
-    pytest.param("ragged", "both", (1, 4, 2, 1), 1, marks=pytest.mark.long),
+    ("ragged", "both", (1, 4, 2, 1), 1),
+    pytest.param("ragged", "both", (1, 4, 2, 1), 2, marks=pytest.mark.long),
     pytest.param("ragged", "both", (1, 4, 2, 1), 3, marks=pytest.mark.long),
     pytest.param("blocks", "none", (2, 2, 2, 1), 1, marks=pytest.mark.long),
     pytest.param("megablox", "full", (2, 2, 1, 2), 1, marks=pytest.mark.long),
@@ -226,7 +233,9 @@ def test_formulations_agree():
     chex.assert_trees_all_close(got, expected, atol=2e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("config", [MOE, GEMMA], ids=["moe", "gemma"])
+@pytest.mark.parametrize(
+  "config", [pytest.param(MOE, marks=pytest.mark.long), GEMMA], ids=["moe", "gemma"]
+)
 def test_token_logp_is_log_softmax(config):
   params, tokens = initial(config), tokens_of(config)
   hidden = forward(params, config, tokens).hidden_BTD
@@ -287,12 +296,9 @@ def test_attention_that_lacks_a_window_is_refused_by_name(monkeypatch):
     transformer.check_attention(GEMMA, splash, shared_prompts=True)
 
 
-@pytest.mark.parametrize(
-  "shape", [None, pytest.param((1, 2, 2, 2), marks=pytest.mark.long)], ids=str
-)
-@pytest.mark.parametrize(
-  "config", [GEMMA, pytest.param(HYBRID, marks=pytest.mark.long)], ids=["gemma", "hybrid"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("shape", [None, (1, 2, 2, 2)], ids=str)
+@pytest.mark.parametrize("config", [GEMMA, HYBRID], ids=["gemma", "hybrid"])
 def test_greedy_tokens_do_not_depend_on_how_prompts_are_prefilled(config, shape, monkeypatch):
   """In pieces that look back at the cache, by blocks and on a mesh: each token is the most likely
   one of a forward pass over the whole row."""

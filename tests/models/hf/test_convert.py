@@ -117,7 +117,7 @@ def test_dtypes(tmp_path):
   [
     pytest.param((2, 2, 2, 1), sharding.TRAIN, False, marks=pytest.mark.long),
     ((1, 2, 2, 2), sharding.TRAIN, True),
-    ((2, 1, 2, 2), sharding.ROLLOUT, False),
+    pytest.param((2, 1, 2, 2), sharding.ROLLOUT, False, marks=pytest.mark.long),
     pytest.param((1, 8, 1, 1), sharding.TRAIN, True, marks=pytest.mark.long),
     pytest.param((8, 1, 1, 1), sharding.TRAIN, False, marks=pytest.mark.long),
   ],
@@ -167,7 +167,8 @@ def test_saving_again_leaves_nothing_of_the_first_time(tmp_path):
 
 
 @pytest.mark.parametrize(
-  "mesh_sizes", [None, (1, 2, 2, 2), pytest.param((2, 2, 2, 1), marks=pytest.mark.long)]
+  "mesh_sizes",
+  [None, *(pytest.param(x, marks=pytest.mark.long) for x in ((1, 2, 2, 2), (2, 2, 2, 1)))],
 )
 def test_loading_needs_the_model_and_less_than_one_tensor(mesh_sizes, tmp_path, monkeypatch):
   """On CPU the model's own memory is host memory, and tracemalloc sees it: JAX takes the buffers
@@ -246,6 +247,7 @@ with open(report, "w") as file:
 """
 
 
+@pytest.mark.long
 def test_a_host_opens_only_the_files_that_it_needs(tmp_path):
   """Two processes of four devices; experts over all eight, so each process holds half of them."""
   source, target = tmp_path / "source", tmp_path / "target"
