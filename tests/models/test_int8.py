@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.small_models import DENSE, HYBRID_MOE, MOE, initial, next_logp
+from support.small_models import HYBRID_MOE, MOE, SHALLOW, initial, next_logp
 
 from gspo_jax import sharding
 from gspo_jax.models import publication, transformer, weights
@@ -19,7 +19,7 @@ from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.sizes import PUBLISHED
 from gspo_jax.sharding import ROLLOUT, ROLLOUT_SLICE
 
-MODELS = dict(dense=DENSE, moe=MOE, hybrid=HYBRID_MOE)
+MODELS = dict(dense=SHALLOW, moe=MOE, hybrid=HYBRID_MOE)
 
 
 def plain(params):
