@@ -37,6 +37,14 @@ DRIFT = np.float32([-0.1, 0, -0.2, 0.1, -0.12, 0.15, 0.2, 0.05])[:, None]
 SAMPLER = CASE["old"] + 0.3 * NOISE + DRIFT
 
 
+# A loss takes a weight, whatever it is made from: one loss of each set of levels.
+LEVELS_OF = {(loss.levels, loss.by_token): name for name, loss in reversed(LOSSES.items())}
+BY_LEVELS = [
+  name if name in LEVELS_OF.values() else pytest.param(name, marks=pytest.mark.long)
+  for name in LOSSES
+]
+
+
 def objective(name, **changes):
   base = dict(advantage="std", old_logp="recompute", load_balance_coef=0.0, replay="none")
   return ObjectiveConfig(name=name, volatility=False, **base | changes)
@@ -166,8 +174,19 @@ def other_value(name, option):
   return OTHER[option] if option in OTHER else (default or 0.0) * 2 + 0.1
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("name", LOSSES)
+# All losses add penalties in the same way, and the next test has those of each.
+PENALTIES = "kl", "kl_coef", "entropy_coef"
+NAMES_AND_OPTIONS = [
+  pytest.param(
+    *(name, option),
+    marks=pytest.mark.long if option in PENALTIES and name not in ("gspo", "grpo") else (),
+  )
+  for name in LOSSES
+  for option in OPTIONS
+]
+
+
+@pytest.mark.parametrize("name, option", NAMES_AND_OPTIONS)
 def test_option_reaches_its_loss_alone(name, option):
   if option not in options_of(name):
     with pytest.raises(ValueError, match=rf"objective\.{option}=.*: {name} has no such option; it"):
@@ -206,7 +225,7 @@ def test_options_of_a_loss_reach_its_gradient(name):
   np.testing.assert_allclose(grad, expected_grad, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", BY_LEVELS)
 def test_metric_of_the_loss_excludes_penalties(name):
   plain, _ = as_published(name)
   for penalties in {}, dict(kl_coef=0.3, kl="k3", entropy_coef=0.1):
@@ -307,18 +326,8 @@ LEVELS = {
 }
 
 
-# A loss takes a weight, whatever it is made from: both kinds for one loss of each set of levels.
-LEVELS_OF = {(loss.levels, loss.by_token): name for name, loss in reversed(LOSSES.items())}
-WEIGHED = [
-  pytest.param(name, kind, marks=pytest.mark.long)
-  if kind == "truncated" and name not in LEVELS_OF.values()
-  else (name, kind)
-  for name in LOSSES
-  for kind in ("truncated", "masked")
-]
-
-
-@pytest.mark.parametrize("name, kind", WEIGHED)
+@pytest.mark.parametrize("kind", ["truncated", "masked"])
+@pytest.mark.parametrize("name", BY_LEVELS)
 def test_correction_weights_the_objective(name, kind):
   """Covers all levels of the loss."""
   by_level = {}  # None is the first level.
@@ -345,7 +354,7 @@ def test_correction_weights_the_objective(name, kind):
     assert metrics["correction/weight"] == pytest.approx(bounded_ratio[live].mean(), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", BY_LEVELS)
 def test_off_policy_responses_have_no_gradient(name):
   """DeepSeek-V3.2: responses with Â < 0 and log π_sampler/π_θ > threshold."""
   config = objective(name, off_policy_threshold=0.05)
