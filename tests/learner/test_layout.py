@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from support.small_models import HYBRID, MOE, SHALLOW, initial
+from support.small_models import HYBRID, SHALLOW, SHALLOW_MOE, initial
 from support.small_updates import (
   ALL_TERMS,
   MICROBATCHES,
@@ -135,9 +135,9 @@ def test_packed_update_with_shared_prompts_equals_the_plain_update(name, shape, 
   "shape", [None, pytest.param((1, 2, 2, 2), marks=pytest.mark.long)], ids=str
 )
 def test_pass_with_shared_prompts_gives_the_same_old_policy(shape):
-  batch = grouped_batch(MOE)
-  expected = old_policy(learner(MOE), with_inputs(batch, prompt_B=None))
-  actual = old_policy(sharing(MOE), batch, shape)
+  batch = grouped_batch(SHALLOW_MOE)
+  expected = old_policy(learner(SHALLOW_MOE), with_inputs(batch, prompt_B=None))
+  actual = old_policy(sharing(SHALLOW_MOE), batch, shape)
   trained = batch.mask_BT > 0
   assert trained.sum() > 40
   logp, expected_logp = (x.old_logp_BT[trained] for x in (actual, expected))
@@ -196,12 +196,12 @@ def test_head_reads_states_before_response_tokens_alone(group_size, monkeypatch)
 
 
 def test_responses_are_independent():
-  batch = grouped_batch(MOE)
-  score = score_pass(sharing(MOE))
+  batch = grouped_batch(SHALLOW_MOE)
+  score = score_pass(sharing(SHALLOW_MOE))
   tokens_BT = np.array(batch.inputs.tokens_BT)
   tokens_BT[1, PROMPTS[0] : 15] = (tokens_BT[1, PROMPTS[0] : 15] + 1) % 64
   before, after = (
-    np.where(batch.mask_BT, score(initial(MOE), b.inputs), 0)
+    np.where(batch.mask_BT, score(initial(SHALLOW_MOE), b.inputs), 0)
     for b in (batch, with_inputs(batch, tokens_BT=tokens_BT))
   )
   changed = np.abs(before - after).max(1) > 0

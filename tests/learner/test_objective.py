@@ -174,12 +174,12 @@ def other_value(name, option):
   return OTHER[option] if option in OTHER else (default or 0.0) * 2 + 0.1
 
 
-# All losses add penalties in the same way, and the next test has those of each.
-PENALTIES = "kl", "kl_coef", "entropy_coef"
+# The first loss that has an option; the next test has all options of each loss.
+FIRST = {option: name for name in reversed(LOSSES) for option in options_of(name)}
 NAMES_AND_OPTIONS = [
   pytest.param(
     *(name, option),
-    marks=pytest.mark.long if option in PENALTIES and name not in ("gspo", "grpo") else (),
+    marks=pytest.mark.long if option in options_of(name) and FIRST[option] != name else (),
   )
   for name in LOSSES
   for option in OPTIONS

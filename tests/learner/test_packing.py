@@ -12,7 +12,7 @@ import pytest
 from etils import epath
 from support.command_line import SMALL, figures, run
 from support.configs import config_of
-from support.small_models import MOE, SHALLOW, initial
+from support.small_models import SHALLOW, SHALLOW_MOE, initial
 from support.small_updates import (
   ALL_TERMS,
   LENGTHS,
@@ -73,10 +73,10 @@ def test_a_packed_update_is_the_update(name, shape, replay):
 )
 def test_packed_pass_gives_the_same_old_policy(shape):
   """Compares log-probs and experts."""
-  batch = make_batch(MOE)
+  batch = make_batch(SHALLOW_MOE)
   packed = packing.plan(batch, 1 if shape is None else 4)
-  expected = old_policy(learner(MOE), batch)
-  actual = old_policy(learner(MOE, microbatches=MICROBATCHES), packed, shape)
+  expected = old_policy(learner(SHALLOW_MOE), batch)
+  actual = old_policy(learner(SHALLOW_MOE, microbatches=MICROBATCHES), packed, shape)
   real_BT = batch.inputs.segments_BT > 0
   logp_BT, expected_BT = (
     np.where(real_BT, x, 0)

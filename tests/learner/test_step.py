@@ -380,7 +380,9 @@ def test_volatility_starts_at_0_and_measures_the_update():
 
 def test_volatility_under_replay_is_of_the_routers_own_choice():
   params = initial(MOE)
-  objective, batch = with_old_policy(params, rollout_batch(), replay="R2")
+  objective, batch = with_old_policy(params, rollout_batch(), replay="none")
+  batch = with_inputs(batch, sampler_experts_BTlk=np.asarray(batch.old_experts_BTlk))
+  objective = dataclasses.replace(objective, replay="R3")
   moved, tokens = drifted(params), jnp.asarray(batch.inputs.tokens_BT)
   old = routing.by_layer(batch.old_experts_BTlk)
   free_above = old.at[1:].set(-1)  # layer 1 chooses for itself above a replayed layer 0

@@ -218,6 +218,7 @@ def test_vmap_agrees_with_plain(name):
   tree_close((loss[1], grad[1][::-1]), (plain(name)[0], plain(name)[2]))
 
 
+@pytest.mark.long
 def test_without_jit_it_is_the_same():
   f = jax.value_and_grad(lambda x: O.gspo_loss(x, *arguments(PLAIN)[1:]), has_aux=True)
   (loss, metrics), grad = f(PLAIN["logp"])
@@ -261,6 +262,7 @@ def test_explicit_sharding_agrees_and_leaves_the_gradient_sharded_as_the_input(n
   tree_close(sharded, plain(name))
 
 
+@pytest.mark.long
 @EXPLICIT
 def test_explicit_sharding_of_packed_rows_and_segments():
   mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
