@@ -334,6 +334,7 @@ def test_ratio_under_replay_is_of_the_replayed_network(replay):
   row = first_metrics(moved, batch, objective)
   assert row["ratio/mean"] == pytest.approx(float(ratio_B.mean()), rel=1e-4)
   assert row["ratio/max"] == pytest.approx(float(ratio_B.max()), rel=1e-4)
+  batch = batch.replace(old_experts_BTlk=routes)
   plain = first_metrics(moved, batch, dataclasses.replace(objective, replay="none"))
   assert abs(plain["ratio/max"] - row["ratio/max"]) > 1e-3
 
@@ -381,10 +382,11 @@ def test_volatility_starts_at_0_and_measures_the_update():
 def test_volatility_under_replay_is_of_the_routers_own_choice():
   params = initial(MOE)
   objective, batch = with_old_policy(params, rollout_batch(), replay="none")
+  old = routing.by_layer(batch.old_experts_BTlk)
   batch = with_inputs(batch, sampler_experts_BTlk=np.asarray(batch.old_experts_BTlk))
+  batch = batch.replace(old_experts_BTlk=None)
   objective = dataclasses.replace(objective, replay="R3")
   moved, tokens = drifted(params), jnp.asarray(batch.inputs.tokens_BT)
-  old = routing.by_layer(batch.old_experts_BTlk)
   free_above = old.at[1:].set(-1)  # layer 1 chooses for itself above a replayed layer 0
   choice = [
     forward(moved, MOE, tokens, routing=r).routing_lBTk[layer]
