@@ -92,16 +92,22 @@ def test_with_the_same_weights_they_are_those_of_one_go(changes, kind):
 
 
 @pytest.mark.parametrize("kind", ["single", pytest.param("turns", marks=pytest.mark.long)])
-def test_a_prompt_that_comes_again_in_a_batch_gets_other_responses(kind):
+@pytest.mark.parametrize(
+  "changes",
+  [
+    dict(token_budget=60),  # Put aside, when some of those that begin alike are finished.
+    pytest.param(dict(extra_prompts=0), marks=pytest.mark.long),  # All at once.
+    pytest.param(dict(extra_prompts=9), marks=pytest.mark.long),  # One after the other.
+  ],
+  ids=str,
+)
+def test_a_prompt_that_comes_again_in_a_batch_gets_other_responses(changes, kind):
   options = dict(source=Prompts(PROMPTS.rows[:2]), environment=ENVIRONMENTS[kind])
-  # All at once; and put aside in the middle, when some of those that begin alike are finished.
-  # Or begun one after the other.
-  for changes in (dict(extra_prompts=0), dict(token_budget=60), dict(extra_prompts=9)):
-    result = []
-    for batch in iterate(4, **options, **changes)[0]:
-      groups = np.split(np.arange(len(batch.rollout.tokens)), len(batch.groups))
-      result += [tuple(map(tuple, map(batch.rollout.response, rows))) for rows in groups]
-    assert len(set(result)) == len(result) >= 8
+  result = []
+  for batch in iterate(4, **options, **changes)[0]:
+    groups = np.split(np.arange(len(batch.rollout.tokens)), len(batch.groups))
+    result += [tuple(map(tuple, map(batch.rollout.response, rows))) for rows in groups]
+  assert len(set(result)) == len(result) >= 8
 
 
 @pytest.mark.parametrize("kind", ["turns", pytest.param("single", marks=pytest.mark.long)])

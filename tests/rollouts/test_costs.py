@@ -209,7 +209,11 @@ EXPENSIVE = dict(environment=Counting, environment__token_cost=0.01, environment
 
 
 @pytest.mark.parametrize(
-  "changes", [dict(extra_prompts=0), dict(extra_prompts=9, token_budget=120)]
+  "changes",
+  [
+    pytest.param(dict(extra_prompts=0), marks=pytest.mark.long),
+    dict(extra_prompts=9, token_budget=120),
+  ],
 )
 def test_the_costs_are_the_only_difference_and_are_paid_once(changes):
   """Conversations that were put aside, in whichever turn, included."""

@@ -327,7 +327,9 @@ def test_the_first_hosts_word_counts(monkeypatch):
 LIMITED = cost(limit=6.0) | dict(extra_prompts=0)
 
 
-@pytest.mark.parametrize("extra", [0, 3], ids=["whole", "partial"])
+@pytest.mark.parametrize(
+  "extra", [0, pytest.param(3, marks=pytest.mark.long)], ids=["whole", "partial"]
+)
 def test_it_goes_on_from_a_checkpoint(extra):
   collecting = rollouts.collector(**LIMITED | dict(extra_prompts=extra))
   rollouts.goes_on(3, 3, collecting, **LIMITED | dict(extra_prompts=extra))

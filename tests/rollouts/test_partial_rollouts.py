@@ -28,7 +28,7 @@ def sampled_at(step, groups):
   )
 
 
-@pytest.mark.parametrize("extra_prompts", [P, 2 * P + 1])
+@pytest.mark.parametrize("extra_prompts", [P, pytest.param(2 * P + 1, marks=pytest.mark.long)])
 def test_short_responses_are_trained_on_by_the_policy_that_sampled_them(extra_prompts, monkeypatch):
   """All are finished when the host looks for the first time, and none is put aside: with as many
   extra prompts as prompts, every second iteration would have nothing to sample."""

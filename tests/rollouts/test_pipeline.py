@@ -77,7 +77,7 @@ def train(sampling, first=1, last=LAST):
 @pytest.mark.parametrize(
   "arrangement", ["one_mesh", pytest.param("two_meshes", marks=pytest.mark.long)]
 )
-@pytest.mark.parametrize("lag", [0, 1, 3])
+@pytest.mark.parametrize("lag", [*(pytest.param(n, marks=pytest.mark.long) for n in (0, 1)), 3])
 def test_weights_are_as_old_as_the_lag_says(lag, arrangement):
   """Those that a collector has that is told the version of each iteration."""
   collecting, engine = collector(**WHOLE)
@@ -134,7 +134,13 @@ CASES = dict(
 )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+  "case",
+  [
+    *("whole", "turns"),
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("partial", "rounds")),
+  ],
+)
 def test_a_checkpoint_has_what_was_collected_and_not_trained_on(case):
   options, lag, cut = CASES[case], 2, 2
   with opened(lag, **options) as sampling:

@@ -82,7 +82,10 @@ def shortened(content, _):
   return content[: len(content) // 2]
 
 
-@pytest.mark.parametrize("change", [zeros, flipped, garbage, shortened])
+@pytest.mark.parametrize(
+  "change",
+  [zeros, *(pytest.param(f, marks=pytest.mark.long) for f in (flipped, garbage, shortened))],
+)
 def test_a_changed_file_is_harmless_or_sets_its_checkpoint_aside(change, whole, copy, capsys):
   """Not every file is read."""
   rng, used = random.Random(change.__name__), []

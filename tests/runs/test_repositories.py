@@ -164,7 +164,8 @@ def test_weights_are_read_from_a_bucket(server, tmp_path, monkeypatch):
 
 
 def test_the_tokenizer_of_random_weights_and_of_a_run_is_bytes(tmp_path):
-  with open_run(read_inputs(config(), tmp_path / "run")) as run:
+  plain = config_of(tiny.get_config, **SMALL)  # The cold start of other tests.
+  with open_run(read_inputs(plain, tmp_path / "run")) as run:
     assert run.tokenizer.path == "bytes"
     sft.sft(run)
   source = weight_source.resolve("weights", str(tmp_path / "run"), {})

@@ -1,5 +1,6 @@
 """Starting from another run's checkpoint."""
 
+import contextlib
 import json
 import shutil
 
@@ -143,16 +144,32 @@ def test_rl_starts_from_a_cold_start_and_another_run_from_its_adapters(pupil, tm
 
 
 @pytest.fixture(scope="module")
-def adapted(pupil, tmp_path_factory):
-  """Trains adapters of a published model; returns workdir, config and parameters."""
-  workdir = tmp_path_factory.mktemp("adapted")
-  export.export(str(pupil[0]), workdir / "base", dtype="float32")
+def published(pupil, tmp_path_factory):
+  """A published model: returns an empty workdir beside it, and the config of its adapters."""
+  folder = tmp_path_factory.mktemp("published")
+  export.export(str(pupil[0]), folder / "base", dtype="float32")
   moves = dict(lora__rank=2, objective__entropy_coef=0.1)
-  start = dict(weights=str(workdir / "base"), tokenizer="bytes")
-  c = config(job="rl", rl_optimizer__learning_rate=1e-2, **start, **moves)
-  workdir /= "run"
+  start = dict(weights=str(folder / "base"), tokenizer="bytes")
+  return folder, config(job="rl", rl_optimizer__learning_rate=1e-2, **start, **moves)
+
+
+@pytest.fixture(scope="module")
+def adapted(published):
+  """Trains adapters of a published model; returns workdir, config and parameters."""
+  workdir, c = published[0] / "run", published[1]
   with open_run(read_inputs(c, workdir)) as run:
     return workdir, c, jax.device_get(train.train(run, run.initial_params))
+
+
+@pytest.fixture(scope="module")
+def untrained(published):
+  """The same of adapters before their first update."""
+  workdir, c = published[0] / "untrained", published[1]
+  with open_run(read_inputs(c, workdir)) as run:
+    checkpoints = checkpoint.Checkpointer(workdir, "rl", c.checkpoint)
+    with contextlib.closing(checkpoints):
+      checkpoints.save(1, train.start_state(run, run.initial_params), {})
+  return workdir, c
 
 
 @pytest.mark.long
@@ -190,9 +207,9 @@ def test_adapters_go_out_to_peft_and_come_back(adapted, pupil, tmp_path):
     export.export(str(pupil[0]), tmp_path / "none", adapters=True)
 
 
-def test_peft_finds_the_base_of_adapters_by_itself(adapted, tmp_path):
+def test_peft_finds_the_base_of_adapters_by_itself(untrained, tmp_path):
   peft = pytest.importorskip("peft")
-  export.export(str(adapted[0]), tmp_path / "adapter", adapters=True)
+  export.export(str(untrained[0]), tmp_path / "adapter", adapters=True)
   model = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
   names = [name for name, _ in model.named_parameters()]
   assert any(name.endswith("q_proj.lora_A.default.weight") for name in names)
@@ -212,8 +229,8 @@ ADAPTIVE = dict(objective__adaptive_clip__target=0.2, rl__minibatches=2)
     (ADAPTIVE, "objective.adaptive_clip.target: 0.0 -> 0.2"),
   ],
 )
-def test_a_forced_start_names_the_key_of_another_training_state(changes, line, adapted):
-  workdir, c, _ = adapted
+def test_a_forced_start_names_the_key_of_another_training_state(changes, line, untrained):
+  workdir, c = untrained
   settings = dict(lora__rank=2, objective__entropy_coef=0.1, rl_optimizer__learning_rate=1e-2)
   settings |= changes | dict(job="rl", weights=c.weights, tokenizer="bytes", resume="force")
   with pytest.raises(ValueError, match=rf"rl/1 has another .*{line}.*Restore"):

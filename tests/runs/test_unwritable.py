@@ -20,6 +20,7 @@ CONFIG = CheckpointConfig(directory="", every=1, keep=1, keep_every=0, best="", 
 STATE = dict(x=jnp.arange(2.0))
 
 
+@pytest.mark.long
 def test_a_run_whose_disk_is_full_ends_with_one_line(tmp_path):
   """Files of a checkpoint exceed the limit of 20 KiB."""
   flags = [*SMALL, "job=sft", "checkpoint.every=2"]

@@ -43,6 +43,7 @@ def expected():
   return run(scheduler(cache="dense"))
 
 
+@pytest.mark.long
 def test_pages_change_nothing(expected):
   s = scheduler(**PAGES)
   same(run(s), expected)
@@ -113,7 +114,7 @@ def test_every_device_has_pages_of_its_own(expected):
 
 
 def test_a_run_that_is_stopped_keeps_what_was_put_aside(expected):
-  s = scheduler(**PAGES | dict(cache_tokens=LEAST, steps=2))
+  s = scheduler(**PAGES | dict(cache_tokens=LEAST))
   for request in REQUESTS:
     s.submit(request)
   unfinished = []

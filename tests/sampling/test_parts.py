@@ -88,7 +88,9 @@ def test_a_response_without_a_verdict_is_compared_with_nothing():
   assert result.tolist() == [[0.5, 0.5], [-0.5, -0.5], [0, 0]]
 
 
-@pytest.mark.parametrize("size", [1, 6, 24, 96, 10_000])
+@pytest.mark.parametrize(
+  "size", [1, 24, 10_000, *(pytest.param(n, marks=pytest.mark.long) for n in (6, 96))]
+)
 def test_segments_of_so_many_tokens_lie_between_token_and_sequence(size):
   """Value, gradient and what is clipped: of one token as in GRPO, of all of them as in GSPO, and in
   between the equation."""

@@ -61,7 +61,9 @@ def test_tokens_come_at_their_probability():
   np.testing.assert_allclose(full_logp, distribution()[tokens], rtol=1e-5)
 
 
-@pytest.mark.parametrize("size", [5, 64, 1000])
+@pytest.mark.parametrize(
+  "size", [*(pytest.param(n, marks=pytest.mark.long) for n in (5, 64)), 1000]
+)
 def test_every_token_of_a_vocabulary_comes_at_its_probability(size):
   """Chi-square over blocks of any size, with one that is not full."""
   rows, logits = 20_000, np.random.default_rng(size).normal(size=size)
@@ -113,7 +115,10 @@ def test_greedy_is_the_argmax():
   np.testing.assert_array_equal(tokens, logits.argmax(-1))
 
 
-@pytest.mark.parametrize("changes", [{}, dict(top_k=3), dict(top_p=0.9), dict(temperature=0.0)])
+@pytest.mark.parametrize(
+  "changes",
+  [{}, dict(top_k=3), pytest.param(dict(top_p=0.9), marks=pytest.mark.long), dict(temperature=0.0)],
+)
 def test_ids_beyond_the_tokenizers_are_not_drawn(changes):
   """A padded vocabulary's: they stay in the distribution that the trainer has."""
   rows, likely = 500, jnp.concatenate([LOGITS, jnp.full((1, 60), 2.0)], axis=1)

@@ -55,7 +55,7 @@ def test_responses_are_worth_comparing(expected):
     pytest.param(dict(prefill_tokens=16), marks=pytest.mark.long),
     pytest.param(dict(prompt_length=188), marks=pytest.mark.long),
     dict(partial=True),
-    dict(group_size=1),
+    pytest.param(dict(group_size=1), marks=pytest.mark.long),
   ],
   ids=str,
 )
@@ -69,13 +69,14 @@ def hybrid(**changes):
   return run(scheduler(initial(HYBRID), model=HYBRID, **dict(slots=18) | changes), requests())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "changes",
   [
     dict(slots=1, steps=1, prefill_tokens=16),
-    pytest.param(dict(partial=True, cache_dtype="bfloat16"), marks=pytest.mark.long),
-    pytest.param(dict(cache="paged", page_tokens=8, group_size=1), marks=pytest.mark.long),
-    pytest.param(dict(slots=5, steps=64, cache_dtype="int8"), marks=pytest.mark.long),
+    dict(partial=True, cache_dtype="bfloat16"),
+    dict(cache="paged", page_tokens=8, group_size=1),
+    dict(slots=5, steps=64, cache_dtype="int8"),
   ],
   ids=str,
 )
@@ -172,7 +173,7 @@ def text(tokens):
   return "".join(chr(ord("0") + t % 10) for t in tokens)
 
 
-@pytest.mark.parametrize("steps", [1, pytest.param(3, marks=pytest.mark.long), 64])
+@pytest.mark.parametrize("steps", [*(pytest.param(n, marks=pytest.mark.long) for n in (1, 3)), 64])
 def test_a_stop_string_ends_a_response(steps):
   strings = ("13", "7", "04")
   free = run(scheduler(), requests(stop_ids=()))
@@ -191,7 +192,7 @@ def test_a_stop_string_ends_a_response(steps):
   assert s.usage.tokens == sum(len(r.tokens) for r in result.values())
 
 
-TRUNCATIONS = dict(temperature=0.7), dict(top_k=5), dict(top_p=0.8), dict(min_p=0.1)
+FURTHER = dict(temperature=0.7), dict(top_k=5), dict(min_p=0.1)
 
 
 def trainers(found, temperature=1.0, params=PARAMS, model=MODEL):
@@ -208,7 +209,8 @@ def trainers(found, temperature=1.0, params=PARAMS, model=MODEL):
 @pytest.mark.parametrize(
   "model, changes",
   [
-    *((MOE, changes) for changes in TRUNCATIONS),  # Two layers: each one has a cache.
+    (MOE, dict(top_p=0.8)),  # Two layers: each one has a cache.
+    *(pytest.param(MOE, changes, marks=pytest.mark.long) for changes in FURTHER),
     (HYBRID, dict(temperature=0.7)),
   ],
   ids=lambda x: str(x) if isinstance(x, dict) else x.family,
@@ -216,7 +218,8 @@ def trainers(found, temperature=1.0, params=PARAMS, model=MODEL):
 def test_log_probs_are_the_trainers(model, changes):
   sampling = dataclasses.replace(PLAIN, **changes)
   layers = dict(params=initial(model), model=model)
-  result = run(scheduler(sampling=sampling, **layers), requests())
+  pieces = dict(prefill_tokens=16) if model is HYBRID else {}  # The next one has the state.
+  result = run(scheduler(sampling=sampling, **layers, **pieces), requests())
   more = 0
   for expected, response in trainers(result, sampling.temperature, **layers):
     np.testing.assert_allclose(response.full_logp, expected, atol=1e-4)
@@ -239,8 +242,8 @@ PAGED = dict(cache="paged", page_tokens=8)
   "changes",
   [
     {},
-    dict(cache_dtype="int8"),
-    PAGED | dict(cache_dtype="int8"),
+    pytest.param(dict(cache_dtype="int8"), marks=pytest.mark.long),
+    pytest.param(PAGED | dict(cache_dtype="int8"), marks=pytest.mark.long),
     pytest.param(dict(model=HYBRID), marks=pytest.mark.long),
     pytest.param(PAGED | dict(model=HYBRID), marks=pytest.mark.long),
   ],
@@ -292,13 +295,14 @@ def test_memory_is_slots_by_window():
     assert slots < s.usage.cache_bytes < 2 * slots
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.long), "int8"])
 def test_a_narrow_cache_is_near(dtype):
   result = run(scheduler(cache_dtype=dtype), requests())
   gaps = [np.abs(expected - response.logp).mean() for expected, response in trainers(result)]
   assert 0 < np.mean(gaps) < 0.05  # with a router between, some tokens are further off
 
 
+@pytest.mark.long
 def test_int8_needs_no_more_than_its_rounding():
   """Holds for long prompts in pieces, too: their later pieces read the cache."""
   exact = run(scheduler(cache_dtype="int8"), requests())
@@ -318,7 +322,7 @@ def test_usage_adds_up():
   assert row["sampling/slot_utilisation"] == 1.0 and row["time/sample/decode"] > 0
 
 
-@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("group", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_operations_are_those_of_the_responses_alone(group):
   """Each prompt once, whatever waits in between; logits of sampled tokens alone."""
   s = scheduler(group_size=group)

@@ -200,7 +200,12 @@ GARBAGE = {  # what it holds is in test_client.py too
 }
 
 
-@pytest.mark.parametrize("name", GARBAGE)
+# Of each kind, where it is noticed.
+SOME = "500", "truncated", "no JSON", "other tokens", "NaN", "older weights"
+FURTHER = (pytest.param(name, marks=pytest.mark.long) for name in GARBAGE if name not in SOME)
+
+
+@pytest.mark.parametrize("name", [*SOME, *FURTHER])
 def test_what_cannot_be_used_is_asked_for_again(make, name):
   fault, kind = GARBAGE[name]
   *two, engine = make(2)
@@ -401,7 +406,12 @@ def test_new_weights_that_were_not_taken_are_found_out(make):
   check(engine, 4)
 
 
-@pytest.mark.parametrize("path", ["/collective_rpc", "/resume", "/reset_prefix_cache"])
+OTHER_CALLS = "/resume", "/reset_prefix_cache"
+
+
+@pytest.mark.parametrize(
+  "path", ["/collective_rpc", *(pytest.param(x, marks=pytest.mark.long) for x in OTHER_CALLS)]
+)
 def test_a_publication_that_fails_half_way_leaves_the_server_out(make, path):
   *two, engine = make(2)
 

@@ -33,8 +33,7 @@ def config(top_k, top_p=1.0, min_p=0.0):
   "truncation",
   [
     (9, 0.8, 0.1),
-    (50,),
-    *(pytest.param(x, marks=pytest.mark.long) for x in ((3,), (12, 0.6), (12, 1.0, 0.2))),
+    *(pytest.param(x, marks=pytest.mark.long) for x in ((50,), (3,), (12, 0.6), (12, 1.0, 0.2))),
   ],
   ids=str,
 )

@@ -93,8 +93,8 @@ def test_a_row_is_the_conversation_and_only_what_the_policy_said_is_masked_in(ba
 
 @pytest.fixture(
   scope="module",
-  params=[MOE, pytest.param(HYBRID_MOE, marks=pytest.mark.long)],
-  ids=["moe", "hybrid"],
+  params=[MODEL, *(pytest.param(m, marks=pytest.mark.long) for m in (MOE, HYBRID_MOE))],
+  ids=["shallow", "moe", "hybrid"],
 )
 def deep(request):
   """A model of several layers, and its conversations."""
@@ -126,9 +126,9 @@ def test_routes_are_on_record_for_every_token_that_was_fed(deep):
 @pytest.mark.parametrize(
   "changes",
   [
-    dict(slots=3),
+    pytest.param(dict(slots=3), marks=pytest.mark.long),
     dict(workers=4),
-    dict(workers=2, slots=3),
+    pytest.param(dict(workers=2, slots=3), marks=pytest.mark.long),
     pytest.param(dict(slots=5, steps=3), marks=pytest.mark.long),
   ],
   ids=str,
