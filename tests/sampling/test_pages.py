@@ -25,6 +25,10 @@ PAGES = dict(cache="paged", page_tokens=8)
 LEAST = 8 * (WINDOW // 8 + 1)  # positions: one window, and a page
 
 
+# One layer of linear attention, and one of full attention.
+FEW = dataclasses.replace(
+  HYBRID, num_layers=2, linear=dataclasses.replace(HYBRID.linear, pattern=2)
+)
 SAMPLING = SamplingConfig(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, max_new_tokens=NEW)
 REQUESTS = [Request(prompt, NEW, samples=3, seed=5, stop_ids=STOP) for prompt in PROMPTS]
 
@@ -63,11 +67,14 @@ def test_nor_do_windows_and_bounds():
   ],
   ids=str,
 )
-def test_states_of_linear_layers_are_put_aside_and_built_again(engine):
+@pytest.mark.parametrize(
+  "model", [FEW, pytest.param(HYBRID, marks=pytest.mark.long)], ids=["few", "stacked"]
+)
+def test_states_of_linear_layers_are_put_aside_and_built_again(model, engine):
   """Each prompt's state is copied to each of its responses."""
   dense = dict(cache="dense") | {key: x for key, x in engine.items() if key == "cache_dtype"}
-  s = scheduler(HYBRID, **PAGES | dict(cache_tokens=LEAST) | engine)
-  same(run(s), run(scheduler(HYBRID, slots=18, **dense)), atol=2e-4)
+  s = scheduler(model, **PAGES | dict(cache_tokens=LEAST) | engine)
+  same(run(s), run(scheduler(model, slots=18, **dense)), atol=2e-4)
   assert s.usage.put_aside > 0
 
 

@@ -30,6 +30,15 @@ def probabilities(**changes):
   return np.exp(distribution(**changes))
 
 
+def normal(*shape):
+  return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+
+
+# One program in the place of many small ones.
+sample = jax.jit(sampler.sample, static_argnums=3, static_argnames="vocabulary")
+
+
+@jax.jit
 def row_keys(seed, prompts, samples):
   return jax.vmap(sampler.row_key, (None, 0, 0))(seed, prompts, samples)
 
@@ -52,7 +61,7 @@ def test_temperature_sharpens():
 def test_tokens_come_at_their_probability():
   rows = 20_000
   keys = row_keys(0, jnp.zeros(rows, jnp.uint32), jnp.arange(rows))
-  tokens, logp, full_logp = sampler.sample(
+  tokens, logp, full_logp = sample(
     jnp.broadcast_to(LOGITS, (rows, 4)), keys, jnp.zeros(rows, jnp.int32), config(top_k=3)
   )
   share = np.bincount(tokens, minlength=4) / rows
@@ -68,7 +77,7 @@ def test_every_token_of_a_vocabulary_comes_at_its_probability(size):
   """Chi-square over blocks of any size, with one that is not full."""
   rows, logits = 20_000, np.random.default_rng(size).normal(size=size)
   keys = row_keys(1, jnp.zeros(rows, jnp.uint32), jnp.arange(rows))
-  tokens, logp, _ = sampler.sample(
+  tokens, logp, _ = sample(
     jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (rows, size)), keys, jnp.arange(rows), PLAIN
   )
   p = np.exp(logits) / np.exp(logits).sum()
@@ -97,21 +106,21 @@ def test_tokens_that_noise_of_23_bits_cannot_reach_are_drawn():
 
 
 def test_noise_depends_on_key_and_position_only():
-  logits = jax.random.normal(jax.random.key(0), (6, 50))
+  logits = normal(6, 50)
   keys = row_keys(3, jnp.arange(6, dtype=jnp.uint32), jnp.zeros(6, jnp.int32))
   position = jnp.arange(6, dtype=jnp.int32)
-  tokens, _, _ = sampler.sample(logits, keys, position, PLAIN)
+  tokens, _, _ = sample(logits, keys, position, PLAIN)
   order = jnp.array([4, 2, 0])
-  again, _, _ = sampler.sample(logits[order], keys[order], position[order], PLAIN)
+  again, _, _ = sample(logits[order], keys[order], position[order], PLAIN)
   np.testing.assert_array_equal(again, tokens[order])
-  other, _, _ = sampler.sample(logits, keys, position + 1, PLAIN)
+  other, _, _ = sample(logits, keys, position + 1, PLAIN)
   assert (other != tokens).any()
 
 
 def test_greedy_is_the_argmax():
-  logits = jax.random.normal(jax.random.key(0), (6, 50))
+  logits = normal(6, 50)
   keys = row_keys(3, jnp.arange(6, dtype=jnp.uint32), jnp.zeros(6, jnp.int32))
-  tokens, _, _ = sampler.sample(logits, keys, jnp.zeros(6, jnp.int32), config(temperature=0.0))
+  tokens, _, _ = sample(logits, keys, jnp.zeros(6, jnp.int32), config(temperature=0.0))
   np.testing.assert_array_equal(tokens, logits.argmax(-1))
 
 
@@ -125,8 +134,8 @@ def test_ids_beyond_the_tokenizers_are_not_drawn(changes):
   logits = jnp.broadcast_to(likely, (rows, 64))
   keys = row_keys(0, jnp.zeros(rows, jnp.uint32), jnp.arange(rows))
   arguments = logits, keys, jnp.zeros(rows, jnp.int32), config(**changes)
-  assert (np.asarray(sampler.sample(*arguments)[0]) >= 4).mean() > 0.9
-  tokens, logp, full_logp = sampler.sample(*arguments, vocabulary=4)
+  assert (np.asarray(sample(*arguments)[0]) >= 4).mean() > 0.9
+  tokens, logp, full_logp = sample(*arguments, vocabulary=4)
   assert max(tokens) < 4
   np.testing.assert_allclose(full_logp, jax.nn.log_softmax(likely)[0, tokens], rtol=1e-5)
   if config(**changes).untruncated:
@@ -135,4 +144,4 @@ def test_ids_beyond_the_tokenizers_are_not_drawn(changes):
     tempered = sampler.mask_beyond(sampler.temper(logits, config(**changes)), 4)
     support = sampler.support(tempered, config(**changes))
     assert support.max() < 4
-    np.testing.assert_array_equal(sampler.sample(*arguments, support, vocabulary=4)[0], tokens)
+    np.testing.assert_array_equal(sample(*arguments, support, vocabulary=4)[0], tokens)
