@@ -270,7 +270,12 @@ def test_explained_variance_is_relative_to_the_returns():
     assert float(O.explained_variance(same + np.eye(8, 50), same, np.ones((8, 50)))) == 0
 
 
-def test_trunk_has_the_gradient_of_both_losses():
+@pytest.mark.parametrize(
+  "layout",
+  [{}, pytest.param(dict(microbatches=4, packed=True), marks=pytest.mark.long)],
+  ids=["plain", "packed"],
+)
+def test_trunk_has_the_gradient_of_both_losses(layout):
   """The policy's mean is over responses, the critic's over tokens."""
   mesh, minibatch = sharding.make_mesh(MESH, jax.devices()[:1]), batch().with_fields(reward_BT=None)
   with jax.set_mesh(mesh):
@@ -293,7 +298,7 @@ def test_trunk_has_the_gradient_of_both_losses():
     (policy_loss, critic_grad), (loss, expected_metrics) = expected(critic_on(mesh, HEAD))
   expected_metrics |= {"grad_norm": optax.tree.norm(policy_loss), "value/loss": loss}
   expected_metrics |= {"value/grad_norm": optax.tree.norm(critic_grad)}
-  *_, (row,) = updated(HEAD, microbatches=4, packed=True)
+  *_, (row,) = updated(HEAD, **layout)
   for name, value in expected_metrics.items():
     assert row[name] == pytest.approx(float(value), rel=1e-4) and row[name], name
 

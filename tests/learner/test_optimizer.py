@@ -119,7 +119,7 @@ def test_norms_biases_convolutions_and_decays_have_no_weight_decay():
   assert without == convolutions | norms | {"log_decay", "decay_bias"}
 
 
-@pytest.mark.parametrize("factor", [0.0, 10.0])
+@pytest.mark.parametrize("factor", [0.0, pytest.param(10.0, marks=pytest.mark.long)])
 def test_router_rate_scales_updates_of_routers_alone(factor):
   plain = dataclasses.replace(CONFIG, weight_decay=0.1)
   params, grads = optimizer_tree(0, SHALLOW_MOE), optimizer_tree(1, SHALLOW_MOE)

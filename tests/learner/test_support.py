@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.sampling import sample
-from support.small_models import GEMMA, MOE, SMALLER_DENSE, forward, initial, logits
+from support.small_models import GEMMA, SHALLOW_MOE, SMALLER_DENSE, forward, initial, logits
 from support.small_updates import ALL_TERMS, SGD, after, learner, rl_step, score_pass, with_inputs
 
 from gspo_jax import sharding
@@ -49,12 +49,12 @@ def by_hand(logits_BTV, tokens_BT, support_BTX):
 @pytest.mark.parametrize(
   "model, mesh",
   [
-    pytest.param(MOE, None, id="None-moe"),
+    pytest.param(SHALLOW_MOE, None, id="None-moe"),
     pytest.param(GEMMA, None, id="None-gemma", marks=pytest.mark.long),
-    pytest.param(MOE, (1, 2, 2, 2), id="(1, 2, 2, 2)-moe", marks=pytest.mark.long),
+    pytest.param(SHALLOW_MOE, (1, 2, 2, 2), id="(1, 2, 2, 2)-moe", marks=pytest.mark.long),
     # A soft bound, tied embeddings.
     pytest.param(GEMMA, (1, 2, 2, 2), id="(1, 2, 2, 2)-gemma"),
-    pytest.param(MOE, (1, 1, 1, 2), id="(1, 1, 1, 2)-moe", marks=pytest.mark.long),
+    pytest.param(SHALLOW_MOE, (1, 1, 1, 2), id="(1, 1, 1, 2)-moe", marks=pytest.mark.long),
     pytest.param(GEMMA, (1, 1, 1, 2), id="(1, 1, 1, 2)-gemma", marks=pytest.mark.long),
   ],
 )

@@ -152,7 +152,7 @@ def test_segment_without_turns_is_the_response(batch):
 @pytest.mark.parametrize("name", ["gspo_token", pytest.param("segment", marks=pytest.mark.long)])
 def test_an_update_on_conversations(batch, name):
   tx = optax.sgd(1e-2)
-  step = rl_step(learner(SHALLOW, microbatches=2), objective(name), tx)
+  step = rl_step(learner(SHALLOW), objective(name), tx)
   _, metrics = step(new_state(initial(SHALLOW), tx), jax.tree.map(jnp.asarray, batch))
   row = scalars(metrics)
   assert row["mismatch/abs/max"] < 1e-4  # the trainer's log-probs are the sampler's

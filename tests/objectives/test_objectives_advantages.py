@@ -392,7 +392,12 @@ def test_turn_advantages_refuse_what_is_wrong():
     O.turn_advantages(reward, valid, discount=1.1)
   with pytest.raises(ValueError, match="reward_PGU is not finite"):
     O.turn_advantages(np.where(reward, np.nan, 0), valid)
-  assert not np.any(O.turn_advantages(np.where(reward, np.nan, 0), 0 * valid))
+
+
+@pytest.mark.long
+def test_rewards_of_turns_that_are_not_valid_may_be_anything():
+  reward, valid = np.full((2, 3, 4), np.nan), np.zeros((2, 3, 4))
+  assert not np.any(O.turn_advantages(reward, valid))
 
 
 def test_settings_are_one_number():

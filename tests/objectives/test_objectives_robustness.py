@@ -35,6 +35,9 @@ ALL = {
   "spo": O.soft_loss,
   "rft": O.rft_loss,
 }
+# Other averages, thresholds and weights of losses in the list.
+VARIANTS = "luspo", "dapo", "dr_grpo", "dppo"
+EACH = [pytest.param(n, marks=pytest.mark.long) if n in VARIANTS else n for n in ALL]
 PENALTIES = dict(kl="k3", kl_coef=0.1, entropy_coef=0.01)
 
 
@@ -47,7 +50,7 @@ def compiled(name, kl):
   return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True))
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", EACH)
 def test_what_is_masked_reaches_nothing(name):
   """Bit for bit: NaN, infinities and the largest floats, also in an empty row's advantage."""
   f, mask, advantage = compiled(name, "k3"), CASE["mask"], CASE["advantage"]
@@ -69,7 +72,9 @@ def test_what_is_masked_reaches_nothing(name):
 
 
 KINDS = ("k1", "k2", "k3", "k3_weighted")  # Penalties, which all losses add in the same way.
-PENALISED = [(name, ("k3",)) for name in ALL]
+PENALISED = [
+  pytest.param(name, ("k3",), marks=pytest.mark.long if name in VARIANTS else ()) for name in ALL
+]
 PENALISED += [
   pytest.param(name, KINDS, marks=() if name == "gspo" else pytest.mark.long) for name in ALL
 ]
@@ -91,7 +96,7 @@ def test_no_finite_input_gives_anything_else(name, kinds):
       assert all(np.isfinite(grad).all() for grad in grads)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", EACH)
 def test_a_token_that_no_longer_has_a_probability_leaves_the_others_theirs(name):
   """Such as in an underflowed policy, or one with top-k sampling."""
   mask = CASE["mask"]
@@ -123,7 +128,7 @@ def test_log_ratios_of_a_real_size_are_not_cut():
     np.testing.assert_allclose([loss, *grad[0] * 2], np.exp(size), rtol=5e-6)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", EACH)
 def test_a_batch_without_tokens_is_zero(name):
   case = CASE
   nothing = [np.full((B, T), np.nan, np.float32)] * 4
