@@ -65,6 +65,7 @@ def test_moments_are_those_of_one_gradient_after_the_other(batch):
   assert clipped == 0 and actual.metrics_X["clip_fraction/token"][0] > 0
 
 
+@pytest.mark.long
 def test_on_policy_all_losses_have_one_gradient(batch):
   params = initial(SMALLER_MOE)
   same = batch.replace(old_logp_BT=log_probs(params, batch.inputs, LEARNER)[0])

@@ -36,15 +36,16 @@ def test_a_scan_covers_as_many_layers_as_repeat():
   assert layers_of(NESTED) == [[[0, 1, 3, 4], [2, 5]], [[6]]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "model, replayed",
   [
     pytest.param(WINDOWS, True, id="windows-replayed"),
-    pytest.param(WINDOWS, False, id="windows", marks=pytest.mark.long),
-    pytest.param(PERIODIC, True, id="mixed-replayed", marks=pytest.mark.long),
-    pytest.param(NESTED, False, id="nested", marks=pytest.mark.long),
-    pytest.param(PERIODIC, False, id="mixed", marks=pytest.mark.long),
-    pytest.param(NESTED, True, id="nested-replayed", marks=pytest.mark.long),
+    pytest.param(WINDOWS, False, id="windows"),
+    pytest.param(PERIODIC, True, id="mixed-replayed"),
+    pytest.param(NESTED, False, id="nested"),
+    pytest.param(PERIODIC, False, id="mixed"),
+    pytest.param(NESTED, True, id="nested-replayed"),
   ],
 )
 def test_several_stacks_are_the_layers_in_order(model, replayed, monkeypatch):

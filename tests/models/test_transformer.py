@@ -159,14 +159,15 @@ def test_a_loop_over_layers_gives_the_gradients_of_unrolled_ones(config, monkeyp
   chex.assert_trees_all_close(jax.device_get(got), expected, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "experts, remat, shape, pattern",
   [
     ("ragged", "both", (1, 4, 2, 1), 1),
-    pytest.param("ragged", "both", (1, 4, 2, 1), 2, marks=pytest.mark.long),
-    pytest.param("ragged", "both", (1, 4, 2, 1), 3, marks=pytest.mark.long),
-    pytest.param("blocks", "none", (2, 2, 2, 1), 1, marks=pytest.mark.long),
-    pytest.param("megablox", "full", (2, 2, 1, 2), 1, marks=pytest.mark.long),
+    ("ragged", "both", (1, 4, 2, 1), 2),
+    ("ragged", "both", (1, 4, 2, 1), 3),
+    ("blocks", "none", (2, 2, 2, 1), 1),
+    ("megablox", "full", (2, 2, 1, 2), 1),
   ],
 )
 def test_experts_that_are_gathered_a_layer_ahead_are_the_same(

@@ -163,6 +163,7 @@ def test_weights_are_read_from_a_bucket(server, tmp_path, monkeypatch):
     read_inputs(config(weights="gs://bucket/none"))
 
 
+@pytest.mark.long
 def test_the_tokenizer_of_random_weights_and_of_a_run_is_bytes(tmp_path):
   plain = config_of(tiny.get_config, **SMALL)  # The cold start of other tests.
   with open_run(read_inputs(plain, tmp_path / "run")) as run:
