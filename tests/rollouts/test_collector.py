@@ -13,7 +13,7 @@ from support.rollouts import (
   ENGINE,
   ENVIRONMENTS,
   MIXED,
-  MOE,
+  MODEL,
   NEVER,
   NEW,
   OTHER,
@@ -53,7 +53,7 @@ class Late(Counting):
     return observed, reward * (len(self.heard) % 2), done
 
 
-CASES = [dict(), dict(extra_prompts=0, token_budget=90), dict(extra_prompts=9, token_budget=120)]
+CASES = [dict(), dict(extra_prompts=0, token_budget=70), dict(extra_prompts=9, token_budget=120)]
 
 
 @pytest.mark.parametrize("kind", ["single", pytest.param("turns", marks=pytest.mark.long)])
@@ -68,7 +68,7 @@ def test_with_the_same_weights_they_are_those_of_one_go(changes, kind):
     prompt, seed = group.prompt, group.trajectories[0].seed
     turns = dict(environments=[make(prompt) for _ in range(G)], max_turns=4) if make else {}
     whole = sample(
-      PARAMS, MOE, [prompt.tokens], **turns, group_size=G, max_new_tokens=NEW, stop_ids=STOP,
+      PARAMS, MODEL, [prompt.tokens], **turns, group_size=G, max_new_tokens=NEW, stop_ids=STOP,
       seed=seed, prompt_length=3, record_routing=True,
     )  # fmt: skip
     for g in range(G):
@@ -115,7 +115,7 @@ def test_every_token_has_the_log_prob_of_the_weights_that_sampled_it(kind):
   out, _ = iterate(5, weights=alternating, environment=ENVIRONMENTS[kind])
   total = 0
   for rollout in (batch.rollout for batch in out):
-    even, odd = (next_logp(params, MOE, rollout.tokens) for params in (OTHER, PARAMS))
+    even, odd = (next_logp(params, MODEL, rollout.tokens) for params in (OTHER, PARAMS))
     version = rollout.version[:, 1:]
     expected = np.where(version % 2, odd, even)
     sampled = rollout.mask[:, 1:] > 0
@@ -129,7 +129,7 @@ def test_routing_is_that_of_the_weights_that_fed_a_token_first():
   carried = 0
   for rollout in (batch.rollout for batch in out):
     counts = [
-      np.moveaxis(np.asarray(forward(p, MOE, rollout.tokens).routing_lBTk), 0, 2)
+      np.moveaxis(np.asarray(forward(p, MODEL, rollout.tokens).routing_lBTk), 0, 2)
       for p in (OTHER, PARAMS)
     ]
     for row, end in enumerate(rollout.ends):
@@ -175,7 +175,7 @@ def test_stop_strings_are_found_where_a_turn_was_put_aside():
 
   sampling = SamplingConfig(1.0, 0, 1.0, 0.0, NEW)
   load = Workload(sampling, 3, 6, stop_strings=("12", "345", "07", "88"), partial=True)
-  engine = LocalEngine(MOE, dataclasses.replace(ENGINE, steps=1), detokenize=text)
+  engine = LocalEngine(MODEL, dataclasses.replace(ENGINE, steps=1), detokenize=text)
   engine.load(PARAMS, version=0)
   trajectories = [Trajectory(PROMPTS[i].tokens, 0, 5, SingleTurn(())) for i in range(40)]
   whole = [Trajectory(PROMPTS[i].tokens, 0, 5, SingleTurn(())) for i in range(40)]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from rollouts.test_partial_rollouts import surplus
 from support.rollouts import (
-  MOE,
+  MODEL,
   OTHER,
   PARAMS,
   Counting,
@@ -44,8 +44,8 @@ WHOLE = dict(extra_prompts=0)  # iterations end with all of their responses
 def elsewhere():
   """A mesh of a device that nothing else is on, and what brings weights there."""
   mesh = sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[-1:])
-  layout = transformer.shardings(MOE, sharding.ROLLOUT, mesh)
-  read = transformer.dtypes(MOE, "float32")
+  layout = transformer.shardings(MODEL, sharding.ROLLOUT, mesh)
+  read = transformer.dtypes(MODEL, "float32")
   return dict(mesh=mesh, publish=publication.publisher_to(layout, read))
 
 

@@ -12,10 +12,11 @@ from support import rollouts
 from support.configs import config_of
 from support.rollouts import (
   ENVIRONMENTS,
-  MOE,
+  MODEL,
   NEW,
   PARAMS,
   PROMPTS,
+  Counting,
   G,
   P,
   assert_same,
@@ -124,7 +125,7 @@ def test_what_was_cut_off_under_an_earlier_limit_is_punished_as_what_is_now():
     calls.extend(zip(lengths, map(len, responses), finished, strict=True))
     return score(responses, prompts, lengths, finished)
 
-  options = dict(judge=judge, extra_prompts=4, token_budget=40, schedule__new_tokens="1:4,3:24")
+  options = dict(judge=judge, extra_prompts=2, token_budget=40, schedule__new_tokens="1:4,3:24")
   _, (collecting, _) = iterate(2, **options)
   calls.clear()  # what is judged under the second limit is left
   iterate(3, went_on(collecting.position(), **options), first=3)
@@ -233,9 +234,9 @@ def test_a_smaller_group_shares_its_prompt():
   (*_, collected), _ = iterate(6, **SIZES)
   batch = batches.train_batch(collected.rollout, collected.advantage_PG, shared_prompts=True)
   batch = batch.replace(old_logp_BT=batch.sampler_logp_BT)
-  shared = learner(MOE, group_size=6, response_tokens=NEW)
+  shared = learner(MODEL, group_size=6, response_tokens=NEW)
   result = score_pass(shared)(PARAMS, batch.inputs)
-  plain = score_pass(learner(MOE))(PARAMS, batch.inputs.replace(prompt_B=None))
+  plain = score_pass(learner(MODEL))(PARAMS, batch.inputs.replace(prompt_B=None))
   sampled = batch.mask_BT > 0
   assert 0 < sampled.any(axis=1).sum() < len(sampled)
   for logp_BT in (result, plain):
@@ -245,7 +246,9 @@ def test_a_smaller_group_shares_its_prompt():
   assert np.isfinite(np.asarray(result)).all()
 
 
-@on_each
+@pytest.mark.parametrize(
+  "make", [Counting, pytest.param(None, marks=pytest.mark.long)], ids=["turns", "single"]
+)
 def test_every_part_of_an_iteration_takes_smaller_groups(make):
   """Advantages by turn, rounds of sampling, cut-off responses, dumps."""
   out, _ = iterate(6, **SIZES, environment=make, extra_rounds=1, mask_truncated=True)

@@ -269,7 +269,9 @@ def test_a_run_may_skip_bad_updates(tmp_path):
 
 def test_a_cold_start_replays_no_experts(tmp_path, capsys):
   """Its demonstrations have none on record, whatever RL is to replay."""
-  config = config_of(tiny.get_config, objective__replay="R3", **SMALL_VALUES)
+  config = config_of(
+    tiny.get_config, objective__replay="R3", **SMALL_VALUES | dict(model__num_layers=1)
+  )
   tx = optimizer.make(config.sft_optimizer, config.sft.steps)
   state = new_state(initial(config.model), tx)
   about = dataclasses.asdict(config), dict(phase="sft", step=1), "not finite"

@@ -8,7 +8,7 @@ import pytest
 from support import sampling as support
 from support.sampling import LONGER as PROMPTS
 from support.sampling import by_sample, left_of, responses, same
-from support.small_models import GEMMA, HYBRID, MOE, initial
+from support.small_models import GEMMA, HYBRID, MOE, SHALLOW_MOE, initial
 
 from gspo_jax import sharding
 from gspo_jax.models import transformer
@@ -18,6 +18,7 @@ from gspo_jax.sampling.requests import paged, sizes
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.sampling import LOCAL_ENGINE, SamplingConfig
 
+MODEL = SHALLOW_MOE  # One layer compiles faster than two.
 STOP = (1, 2, 3)
 NEW = 24
 WINDOW = 48 + NEW
@@ -25,15 +26,11 @@ PAGES = dict(cache="paged", page_tokens=8)
 LEAST = 8 * (WINDOW // 8 + 1)  # positions: one window, and a page
 
 
-# One layer of linear attention, and one of full attention.
-FEW = dataclasses.replace(
-  HYBRID, num_layers=2, linear=dataclasses.replace(HYBRID.linear, pattern=2)
-)
 SAMPLING = SamplingConfig(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, max_new_tokens=NEW)
 REQUESTS = [Request(prompt, NEW, samples=3, seed=5, stop_ids=STOP) for prompt in PROMPTS]
 
 
-def scheduler(model=MOE, params=None, sampling=SAMPLING, **changes):
+def scheduler(model=MODEL, params=None, sampling=SAMPLING, **changes):
   options = dict(slots=6, steps=5, stop_ids=STOP, record_routing=True) | changes
   return support.scheduler(params or initial(model), model, sampling, **options)
 
@@ -48,9 +45,10 @@ def expected():
 
 
 @pytest.mark.long
-def test_pages_change_nothing(expected):
-  s = scheduler(**PAGES)
-  same(run(s), expected)
+def test_pages_change_nothing():
+  """Each of several layers has its own."""
+  s = scheduler(MOE, **PAGES)
+  same(run(s), run(scheduler(MOE, cache="dense")))
   assert s.usage.put_aside == 0
 
 
@@ -59,22 +57,15 @@ def test_nor_do_windows_and_bounds():
   same(run(scheduler(GEMMA, **PAGES)), run(scheduler(GEMMA, cache="dense")))
 
 
+@pytest.mark.long  # test_scheduler.py has one that is compared with the trainer
 @pytest.mark.parametrize(
-  "engine",
-  [
-    dict(),
-    pytest.param(dict(prefill_tokens=16, steps=1, cache_dtype="int8"), marks=pytest.mark.long),
-  ],
-  ids=str,
+  "engine", [dict(), dict(prefill_tokens=16, steps=1, cache_dtype="int8")], ids=str
 )
-@pytest.mark.parametrize(
-  "model", [FEW, pytest.param(HYBRID, marks=pytest.mark.long)], ids=["few", "stacked"]
-)
-def test_states_of_linear_layers_are_put_aside_and_built_again(model, engine):
+def test_states_of_linear_layers_are_put_aside_and_built_again(engine):
   """Each prompt's state is copied to each of its responses."""
   dense = dict(cache="dense") | {key: x for key, x in engine.items() if key == "cache_dtype"}
-  s = scheduler(model, **PAGES | dict(cache_tokens=LEAST) | engine)
-  same(run(s), run(scheduler(model, slots=18, **dense)), atol=2e-4)
+  s = scheduler(HYBRID, **PAGES | dict(cache_tokens=LEAST) | engine)
+  same(run(s), run(scheduler(HYBRID, slots=18, **dense)), atol=2e-4)
   assert s.usage.put_aside > 0
 
 
@@ -113,8 +104,8 @@ def test_every_device_has_pages_of_its_own(expected):
   mesh = sharding.make_mesh(MeshConfig(1, 2, 2, 2))
   shards = sharding.batch_shards(mesh)
   with jax.set_mesh(mesh):
-    layout = transformer.shardings(MOE, sharding.ROLLOUT, mesh)
-    params = jax.device_put(initial(MOE), layout)
+    layout = transformer.shardings(MODEL, sharding.ROLLOUT, mesh)
+    params = jax.device_put(initial(MODEL), layout)
     engine = PAGES | dict(slots=16, cache_tokens=LEAST * shards)
     s = scheduler(params=params, **engine)
     same(run(s), expected)

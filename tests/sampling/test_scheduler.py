@@ -22,6 +22,7 @@ MODEL = SHALLOW_MOE  # One layer compiles faster than two.
 PARAMS = initial(MODEL)
 PLAIN = SamplingConfig(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, max_new_tokens=12)
 STOP = (1, 2, 3, 4, 5, 6)
+PAGED = dict(cache="paged", page_tokens=8)
 
 
 def scheduler(params=PARAMS, sampling=PLAIN, model=MODEL, **changes):
@@ -177,7 +178,7 @@ def text(tokens):
 def test_a_stop_string_ends_a_response(steps):
   strings = ("13", "7", "04")
   free = run(scheduler(), requests(stop_ids=()))
-  s = scheduler(steps=steps, slots=2, detokenize=text)
+  s = scheduler(steps=steps, group_size=1, detokenize=text)
   result = run(s, requests(stop_ids=(), stop_strings=strings))
   ends = set()
   for key, response in result.items():
@@ -192,7 +193,7 @@ def test_a_stop_string_ends_a_response(steps):
   assert s.usage.tokens == sum(len(r.tokens) for r in result.values())
 
 
-FURTHER = dict(temperature=0.7), dict(top_k=5), dict(min_p=0.1)
+TRUNCATIONS = dict(temperature=0.7), dict(top_k=5), dict(top_p=0.8), dict(min_p=0.1)
 
 
 def trainers(found, temperature=1.0, params=PARAMS, model=MODEL):
@@ -209,8 +210,9 @@ def trainers(found, temperature=1.0, params=PARAMS, model=MODEL):
 @pytest.mark.parametrize(
   "model, changes",
   [
-    (MOE, dict(top_p=0.8)),  # Two layers: each one has a cache.
-    *(pytest.param(MOE, changes, marks=pytest.mark.long) for changes in FURTHER),
+    pytest.param(MODEL, dict(top_p=0.8), id="shallow-top_p"),
+    # Two layers: each one has a cache.
+    *(pytest.param(MOE, changes, marks=pytest.mark.long) for changes in TRUNCATIONS),
     (HYBRID, dict(temperature=0.7)),
   ],
   ids=lambda x: str(x) if isinstance(x, dict) else x.family,
@@ -230,12 +232,19 @@ def test_log_probs_are_the_trainers(model, changes):
   assert (more > 0) != sampling.untruncated
 
 
+def test_states_of_linear_layers_are_built_again():
+  """Where pages run out, responses are put aside, and the states of linear layers with them."""
+  layers = dict(params=initial(HYBRID), model=HYBRID)
+  s = scheduler(**PAGED, **layers, cache_tokens=72)
+  for expected, response in trainers(run(s, requests(stop_ids=())), **layers):
+    np.testing.assert_allclose(response.logp, expected, atol=1e-4)
+    assert response.finished
+  assert s.usage.put_aside > 0
+
+
 @pytest.fixture(scope="module")
 def expected_int8():
   return run(scheduler(cache_dtype="int8"), requests())
-
-
-PAGED = dict(cache="paged", page_tokens=8)
 
 
 @pytest.mark.parametrize(

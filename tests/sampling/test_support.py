@@ -25,6 +25,9 @@ TRUNCATION = (7, 0.85, 0.02)  # top_k, top_p, min_p
 OPTIONS = dict(group_size=3, max_new_tokens=8, truncation=TRUNCATION, support=7, temperature=0.8)
 
 
+support_of = jax.jit(sampler.support, static_argnums=1)
+
+
 def config(top_k, top_p=1.0, min_p=0.0):
   return SamplingConfig(0.8, top_k, top_p, min_p, 4)
 
@@ -39,8 +42,8 @@ def config(top_k, top_p=1.0, min_p=0.0):
 )
 def test_a_support_is_what_truncation_keeps(truncation):
   logits_BV = jnp.asarray(np.random.default_rng(0).normal(0, 2, (64, 32)), jnp.float32)
-  kept_BV = np.asarray(sampler.truncate(logits_BV, config(*truncation)))
-  support_BX = np.asarray(sampler.support(logits_BV, config(*truncation)))
+  kept_BV = np.asarray(jax.jit(sampler.truncate, static_argnums=1)(logits_BV, config(*truncation)))
+  support_BX = np.asarray(support_of(logits_BV, config(*truncation)))
   assert support_BX.shape == (64, min(truncation[0], 32)) and support_BX.dtype == np.int32
   sizes = set()
   for kept_V, support_X, logits_V in zip(kept_BV, support_BX, np.asarray(logits_BV)):
@@ -56,8 +59,8 @@ def test_of_equal_tokens_only_so_many_are_drawn_from():
   """`truncate` keeps all five; what is put on record has room for two."""
   logits_BV = jnp.zeros((1000, 5))
   keys = jax.vmap(sampler.row_key, (None, 0, 0))(0, jnp.zeros(1000, jnp.uint32), jnp.arange(1000))
-  support_BX = sampler.support(logits_BV, config(2))
-  token_B, logp_B, full_B = sampler.sample(
+  support_BX = support_of(logits_BV, config(2))
+  token_B, logp_B, full_B = jax.jit(sampler.sample, static_argnums=3)(
     logits_BV, keys, jnp.zeros(1000, jnp.int32), config(2), support_BX
   )
   np.testing.assert_array_equal(support_BX, np.tile([0, 1], (1000, 1)))

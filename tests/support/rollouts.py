@@ -19,9 +19,10 @@ from gspo_jax.settings.sampling import LOCAL_ENGINE
 from gspo_jax.settings.training import RLConfig
 from gspo_jax.structs import Prompt
 from support.configs import config_of
-from support.small_models import MOE, initial
+from support.small_models import SHALLOW_MOE, initial
 
-PARAMS, OTHER = initial(MOE), initial(MOE, seed=1)
+MODEL = SHALLOW_MOE  # One layer compiles faster than two.
+PARAMS, OTHER = initial(MODEL), initial(MODEL, seed=1)
 STOP = (1, 2, 3, 4)
 P, G, NEW = 4, 3, 24
 ENGINE = dataclasses.replace(LOCAL_ENGINE, slots=6, steps=2)
@@ -71,7 +72,7 @@ def settings(**changes):
   keys |= dict(rl__prompts=P, rl__group_size=G, rl__minibatches=2)
   for name, value in changes.items():
     keys[f"rl__{name}" if name in OF_RL else SHORT.get(name, name)] = value
-  return dataclasses.replace(config_of(common.base, **keys), model=MOE)
+  return dataclasses.replace(config_of(common.base, **keys), model=MODEL)
 
 
 def collector(
@@ -79,7 +80,7 @@ def collector(
 ):
   """A collector and its engine; without other settings, groups are put aside."""
   config = settings(**dict(extra_prompts=4) | (CONVERSATIONS if environment else {}) | changes)
-  engine, tok = LocalEngine(MOE, ENGINE), tok or tokenizer()
+  engine, tok = LocalEngine(MODEL, ENGINE), tok or tokenizer()
   signals = Signals(config.constraints, config.reward, {}) if config.constraints.enabled else None
   built = Collector(
     config, engine, tok, source, judge, environment, writer=writer, records=records, signals=signals
