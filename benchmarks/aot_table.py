@@ -102,6 +102,7 @@ FAMILY_RUNS = {  # Flags of one run of each family, by topology.
   | _runs(_math("MiniMax-M2", 128, UNPACKED), "h100:2x8"),
   "qwen3_5": _runs("--config=configs/gsm8k.py:Qwen3.5-0.8B-v5e", "v5e:1x1")
   | _runs("--config=configs/gsm8k.py:Qwen3.5-0.8B-h100", "h100:1"),
+  "qwen3_next": _runs(_math("Qwen3-Next-80B-A3B-Instruct", 32, EXPERTS), "v6e:4x4", "h100:8"),
 }
 SMALL_RUNS = {  # As GPU_RUNS, on slices of 4, 8 and 16 chips.
   "Qwen3-4B v4:2x2x1": _math("Qwen3-4B-Base", 8),
