@@ -103,7 +103,7 @@ class SftConfig:
     10, "number of updates between two measurements of the held-out loss"
   )
   demonstrations: NonNegativeInt = key(
-    0, "number of different demonstrations, drawn from data.train whatever the seed; 0: all"
+    0, "number of different demonstrations of data.train, the same for every seed; 0: all of them"
   )
   batch: PositiveInt = key(64, "number of demonstrations per update")
   microbatches: PositiveInt = key(
