@@ -161,6 +161,7 @@ ROW, LONGEST = 135, max(SAMPLES)
 
 
 @functools.cache
+@jax.ensure_compile_time_eval()  # The first call may be of a function that is being traced.
 def layer_weights():
   table = weights.gated_delta_table(MODEL, 1)
   w = weights.init(table, jax.random.key(0), jnp.float32)

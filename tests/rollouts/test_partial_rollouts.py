@@ -195,7 +195,7 @@ def test_longer_responses_are_cut_and_go_on_with_a_smaller_limit(kind):
     np.testing.assert_array_equal(
       new.rewards, np.where(new.turns < new.turn, old.rewards[:count], 0)
     )
-    if len(old.tokens) <= limit:
+    if len(old.tokens) + (not old.finished) <= limit:  # One more token is to be sampled.
       assert count == len(old.tokens) and new.finished == old.finished
       continue
     number += 1

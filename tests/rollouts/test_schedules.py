@@ -170,7 +170,7 @@ SIZES = WHOLE | dict(schedule__group_size_min=2)
 
 
 @pytest.mark.parametrize(
-  "more", [{}, pytest.param(dict(token_budget=80), marks=pytest.mark.long)], ids=str
+  "more", [{}, pytest.param(dict(token_budget=120), marks=pytest.mark.long)], ids=str
 )
 def test_easy_prompts_get_few_responses_and_hard_ones_many(more):
   out = goes_on(3, 5, **SIZES, **more)
