@@ -64,7 +64,7 @@ PAGES = """
   docs                      16.0       6    0.20   40000
   README.md                 15.0       5    0.15    1100
   benchmarks                16.5       5    0.15   20000
-  experiments               16.0       5    0.15   20000
+  experiments               16.0       5    0.15   22000
 """
 
 

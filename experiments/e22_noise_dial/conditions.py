@@ -120,7 +120,7 @@ def report(results: Results) -> Report:
     lines, dose, kind = int(lines[1:]), float(dose), kind[0] if kind else "independent"
     values = [results.interval(c.name, x) for x in (MISMATCH, FIRST, REWARD, END)]
     less = change(results, loss, dose, lines, kind)
-    cells = [values[0].text(".1e"), *(x.text() for x in values[1:3])]
+    cells = [f"{values[0].value:.1e}", values[1].text(), f"{values[2].value:.3f}"]
     cells += [less.text() if dose else "", values[3].text()]
     first = [str(TOKENS * lines), kind, f"{dose:g}", TITLES[loss], str(values[2].count)]
     rows.append([*first, *cells])
