@@ -85,8 +85,7 @@ def test_it_is_a_constant_and_says_what_is_wrong():
 
   for gradient in jax.jit(jax.grad(total, argnums=(0, 1)))(*clean):
     assert not np.any(gradient)
-  first = old_BT[:, :1], teacher_BT[:, :1], mask_BT[:, :1]
-  assert np.isnan(first[0]).any() and np.isfinite(O.distillation_advantages(*first)).all()
+  assert np.isfinite(O.distillation_advantages(old_BT, teacher_BT, mask_BT)).all()
   with pytest.raises(ValueError, match=r"teacher_logp_BT has shape \(4, 8\)"):
     O.distillation_advantages(old_BT, teacher_BT[:, 1:], mask_BT)
   with pytest.raises(ValueError, match="teacher_logp_BT is not finite where mask_BT is 1"):

@@ -254,13 +254,12 @@ def allowed(kind, text):
   return text in arguments if origin is Literal else None  # None: unknown.
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(3, marks=pytest.mark.long)])
-def test_command_line_reports_invalid_values_in_one_line(first):
-  """Each key is tested with a sixth of the texts, and with another one."""
+def test_command_line_reports_invalid_values_in_one_line():
+  """Each key is tested with a third of the texts."""
   cases = {}
   for i, (key, kind) in enumerate(KINDS.items()):
     key = key.replace(BENCHMARK, "eval.benchmarks.math")
-    for text in TEXTS[first + i % 3 :: 6]:
+    for text in TEXTS[i % 3 :: 3]:
       cases[f"--config.{key}={text}"] = key, allowed(kind, text)
   for section in SECTIONS:
     key = f"{section}.no_such_key".lstrip(".").replace(BENCHMARK, "eval.benchmarks.math")
@@ -273,7 +272,7 @@ def test_command_line_reports_invalid_values_in_one_line(first):
     assert not code or key in text, (flag, text)
     assert may is not False or code == 2, f"{flag} is accepted"
     refused += code == 2
-  assert refused > 200
+  assert refused > 400
 
 
 @pytest.mark.parametrize("file, arg", VARIANTS)
