@@ -5,4 +5,6 @@ GSPO = {"objective.name": "gspo", "objective.clip_low": 3e-4, "objective.clip_hi
 GRPO = {"objective.name": "grpo", "objective.clip_low": 0.2, "objective.clip_high": 0.27}
 ARMS = {"gspo": GSPO, "grpo": GRPO}
 SHORT = {"data.lines": (8,), "sampling.max_new_tokens": 48, "sft.batch": 32}
+# A control that only has a cold start. The rate is too small to matter in its only iteration.
+COLD_START_ALONE = {"rl.iterations": 1, "rl_optimizer.learning_rate": 1e-12}
 LEARNED = 0.15  # Held-out accuracy: a cold start with less has not learned the task.

@@ -2,7 +2,7 @@
 start alone for as many updates; and what GSPO and GRPO clip of it."""
 
 from experiments import figures, statistics
-from experiments.arms import ARMS
+from experiments.arms import ARMS, COLD_START_ALONE
 from experiments.definition import Condition, Experiment
 from experiments.report import FAILS, HOLDS, OPEN, Report, Results, Verdict, markdown
 from experiments.statistics import Interval
@@ -15,12 +15,8 @@ CLIPPED, MISMATCH = "clip_fraction/token", "mismatch/sequence/abs/mean"
 CLIPPED_OF = "by_length/clip_fraction/"
 LENGTHS = {"5 to 8": "le_8", "9 to 16": "le_16"}  # tokens of a response; hardly any is shorter
 ALONE = "cold start alone"
-# The control is judged before its only iteration, whose rate is too small to matter after it.
-CONTROL = {
-  "sft.steps": START + UPDATES * ITERATIONS,
-  "rl.iterations": 1,
-  "rl_optimizer.learning_rate": 1e-12,
-}
+# The control is judged before its only iteration.
+CONTROL = {"sft.steps": START + UPDATES * ITERATIONS} | COLD_START_ALONE
 BRIEF = {"rl.iterations": 3, "eval.every": 1000}
 WIDTHS = {"third": 1 / 3, "one": 1.0, "three": 3.0}
 # A sampler in bfloat16: all of its error is in the ratio (§5.4), or none.

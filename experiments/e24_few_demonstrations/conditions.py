@@ -1,9 +1,13 @@
 """E24: few demonstrations and many questions: imitation, GSPO after a cold start, and GSPO after
 the best imitation."""
 
+import itertools
+from collections.abc import Callable
+
 import pandas as pd
 
 from experiments import figures, statistics
+from experiments.arms import COLD_START_ALONE
 from experiments.definition import Condition, Experiment
 from experiments.report import FAILS, HOLDS, OPEN, Report, Results, Verdict, markdown
 from experiments.statistics import Interval
@@ -21,8 +25,6 @@ SHOWN = {
   "validation": VALIDATION,
 }
 ARMS = {"imitation": "imitation", "gspo": "GSPO after imitation"}
-# It is judged after its only iteration, whose rate is too small to matter.
-ALONE = {"rl.iterations": 1, "rl_optimizer.learning_rate": 1e-12}
 
 
 def name(arm: str, count: int, stop: int) -> str:
@@ -32,9 +34,10 @@ def name(arm: str, count: int, stop: int) -> str:
 def condition(arm: str, count: int, stop: int) -> Condition:
   """Declares an arm with a number of demonstrations and of updates on them."""
   carries = count == FEW and (arm == "imitation" or stop == COLD)
+  alone = COLD_START_ALONE if arm == "imitation" else {}
   return Condition(
     name(arm, count, stop),
-    {"sft.demonstrations": count, "sft.steps": stop} | (ALONE if arm == "imitation" else {}),
+    {"sft.demonstrations": count, "sft.steps": stop} | alone,
     seeds=SEEDS + FURTHER if carries else None,
     secondary=not carries,
   )
@@ -62,62 +65,66 @@ EXPERIMENT = Experiment(
 )
 
 
-def best(results: Results, count: int, arm: str = "imitation") -> dict[str, pd.Series]:
-  """Returns an arm's columns by seed, at the imitation's stop that validation prefers."""
-  validation = pd.DataFrame(
-    {stop: results.values(name("imitation", count, stop), VALIDATION) for stop in STOPS}
-  ).dropna()
-  stop = validation.idxmax(axis=1) if len(validation) else pd.Series(dtype=float)
-  columns = dict(stop=stop)
-  for column in SHOWN.values():
-    values = {s: results.values(name(arm, count, s), column) for s in STOPS}
-    columns[column] = pd.Series(
-      {seed: values[s][seed] for seed, s in stop.items() if seed in values[s]}, dtype=float
-    )
-  return columns
+def best_stops(results: Results, count: int) -> pd.Series:
+  """Returns the imitation's stop with the highest validation accuracy, by seed."""
+  columns = {s: results.values(name("imitation", count, s), VALIDATION) for s in STOPS}
+  validation = pd.DataFrame(columns).dropna()
+  return validation.idxmax(axis=1) if len(validation) else pd.Series(dtype=float)
 
 
-def more(
-  results: Results, count: int, column: str = ACCURACY, after_best: bool = False
-) -> Interval:
-  """Returns GSPO less the best imitation, after the cold start or the best imitation."""
-  gspo = results.values(name("gspo", count, COLD), column)
-  if after_best:
-    gspo = best(results, count, "gspo")[column]
-  return statistics.interval((gspo - best(results, count)[column]).dropna())
+def at_best(results: Results, arm: str, count: int, column: str) -> pd.Series:
+  """Returns a column of an arm at the best stops, by seed."""
+  values = {stop: results.values(name(arm, count, stop), column) for stop in STOPS}
+  stops = best_stops(results, count)
+  chosen = {seed: values[stop][seed] for seed, stop in stops.items() if seed in values[stop]}
+  return pd.Series(chosen, dtype=float)
+
+
+def at_cold_start(results: Results, arm: str, count: int, column: str) -> pd.Series:
+  """Returns a column of an arm after as many updates as a cold start has, by seed."""
+  return results.values(name(arm, count, COLD), column)
+
+
+def less_best(results: Results, gspo: Callable, count: int, column: str) -> Interval:
+  """Returns GSPO, at stops that a function chooses, less the best imitation."""
+  imitation = at_best(results, "imitation", count, column)
+  return statistics.interval((gspo(results, "gspo", count, column) - imitation).dropna())
 
 
 def report(results: Results) -> Report:
-  primary = more(results, FEW)
+  primary, more = (less_best(results, at_cold_start, n, ACCURACY) for n in (FEW, MORE))
   outcome = OPEN
   if primary.count >= len(SEEDS + FURTHER):
     outcome = HOLDS if primary.low > 0 else FAILS
-  head = ["demonstrations", "updates on them", "", "seeds", *SHOWN]
-  rows = []
-  for count in (FEW, MORE):
-    for stop in STOPS:
-      for arm, title in ARMS.items():
-        values = [results.interval(name(arm, count, stop), x) for x in SHOWN.values()]
-        rows.append(
-          [str(count), str(stop), title, str(values[0].count), *(x.text() for x in values)]
-        )
-  differences = []
-  for count in (FEW, MORE):
-    stops = ", ".join(f"{int(x)}" for x in best(results, count)["stop"])
-    for title, after_best in {
-      f"GSPO after {COLD} updates": False,
-      "GSPO after the best": True,
-    }.items():
-      values = [more(results, count, x, after_best) for x in [*SHOWN.values()][:3]]
-      row = [str(count), title, stops, str(values[0].count), *(x.text() for x in values)]
-      differences.append(row)
-  less = ["demonstrations", "less the best imitation", "its updates, by seed", "seeds"]
   because = (
     f"with {FEW} demonstrations, GSPO less the best imitation is {primary.text()}; with {MORE} it "
-    f"is {more(results, MORE).text()}"
+    f"is {more.text()}"
   )
-  tables = [markdown([*less, *[*SHOWN][:3]], differences), markdown(head, rows)]
+  tables = [_differences(results), _accuracies(results)]
   return Report(Verdict(outcome, because), tables, dict(accuracy=_figure(results)))
+
+
+def _differences(results: Results) -> str:
+  """Tabulates GSPO less the best imitation."""
+  shown = {title: column for title, column in SHOWN.items() if column != VALIDATION}
+  titles = {f"GSPO after {COLD} updates": at_cold_start, "GSPO after the best": at_best}
+  rows = []
+  for count, title in itertools.product((FEW, MORE), titles):
+    stops = ", ".join(f"{int(stop)}" for stop in best_stops(results, count))
+    less = [less_best(results, titles[title], count, column) for column in shown.values()]
+    rows.append([str(count), title, stops, str(less[0].count), *(x.text() for x in less)])
+  head = ["demonstrations", "less the best imitation", "its updates, by seed", "seeds", *shown]
+  return markdown(head, rows)
+
+
+def _accuracies(results: Results) -> str:
+  """Tabulates the accuracies of each condition."""
+  rows = []
+  for count, stop, arm in itertools.product((FEW, MORE), STOPS, ARMS):
+    values = [results.interval(name(arm, count, stop), column) for column in SHOWN.values()]
+    cells = [str(count), str(stop), ARMS[arm], str(values[0].count)]
+    rows.append([*cells, *(x.text() for x in values)])
+  return markdown(["demonstrations", "updates on them", "", "seeds", *SHOWN], rows)
 
 
 def _figure(results: Results):
