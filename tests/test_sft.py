@@ -177,12 +177,17 @@ def test_too_few_to_hold_out_is_an_error(tmp_path):
     pass
 
 
-@pytest.mark.parametrize("spec", ["arithmetic:train", "FILE"])
-def test_it_trains_on_the_demonstrations_it_may_have(spec, tmp_path):
+@pytest.fixture
+def nine_rows(tmp_path):
+  path = tmp_path / "data.jsonl"
   rows = [f'{{"question": "{n}+1=", "answer": "{n + 1}"}}' for n in range(9)]
-  (tmp_path / "data.jsonl").write_text("\n".join(rows))
-  spec = spec.replace("FILE", str(tmp_path / "data.jsonl"))
-  chosen = []
+  path.write_text("\n".join(rows))
+  return str(path)
+
+
+@pytest.mark.parametrize("spec", ["arithmetic:train", "FILE"])
+def test_it_trains_on_the_demonstrations_it_may_have(spec, nine_rows, tmp_path):
+  spec, chosen = spec.replace("FILE", nine_rows), []
   for seed in 0, 1:
     options = dict(seed=seed, data__train=spec, sft__demonstrations=5)
     with opened(tmp_path / f"run{seed}", **options) as run:
@@ -200,12 +205,9 @@ def test_it_trains_on_the_demonstrations_it_may_have(spec, tmp_path):
     (1, 0.1, r"needs at least 2; sft\.demonstrations=1, and data\.train has 9"),
   ],
 )
-def test_a_number_of_demonstrations_that_is_not_there_is_an_error(count, loss, message, tmp_path):
-  rows = [f'{{"question": "{n}+1=", "answer": "{n + 1}"}}' for n in range(9)]
-  (tmp_path / "data.jsonl").write_text("\n".join(rows))
-  options = dict(sft__target_loss=loss, sft__demonstrations=count)
-  with (
-    pytest.raises(DataError, match=message),
-    opened(tmp_path / "run", data__train=str(tmp_path / "data.jsonl"), **options),
-  ):
+def test_a_number_of_demonstrations_that_is_not_there_is_an_error(
+  count, loss, message, nine_rows, tmp_path
+):
+  options = dict(sft__target_loss=loss, sft__demonstrations=count, data__train=nine_rows)
+  with pytest.raises(DataError, match=message), opened(tmp_path / "run", **options):
     pass

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from support.small_models import HYBRID, SHALLOW, SHALLOW_MOE, initial
+from support.small_models import SHALLOW, SHALLOW_HYBRID, SHALLOW_MOE, initial
 from support.small_updates import (
   ALL_TERMS,
   MICROBATCHES,
@@ -28,10 +28,6 @@ from gspo_jax.models import transformer
 from gspo_jax.models.experts import routing
 from gspo_jax.settings.model import REFERENCE
 
-# One layer of linear attention.
-SHALLOW_HYBRID = dataclasses.replace(
-  HYBRID, num_layers=2, linear=dataclasses.replace(HYBRID.linear, pattern=2)
-)
 MODELS = MODELS | dict(shallow_hybrid=SHALLOW_HYBRID)
 GROUP, PROMPT = 4, 8  # responses to a prompt, tokens of the longest prompt
 PROMPTS = (3, 8, 1, 0)  # the last group is missing

@@ -33,9 +33,9 @@ GEMMA = dataclasses.replace(  # Layers local, global, local; rows are longer tha
   attn_logit_softcapping=2.0,
   final_logit_softcapping=1.5,
 )
-HYBRID, HYBRID_MOE = (
+HYBRID, HYBRID_MOE, SHALLOW_HYBRID = (
   dataclasses.replace(config, num_heads=4)
-  for config in (small_models.HYBRID, small_models.HYBRID_MOE)
+  for config in (small_models.HYBRID, small_models.HYBRID_MOE, small_models.SHALLOW_HYBRID)
 )
 CONFIGS = pytest.mark.parametrize(
   "config",
@@ -47,11 +47,7 @@ CONFIGS = pytest.mark.parametrize(
   ids=["dense", "hybrid", "moe", "gemma", "mixed"],
 )
 MESHES = [(1, 2, 2, 2), (8, 1, 1, 1), (1, 8, 1, 1), (1, 1, 8, 1), (2, 2, 2, 1), (2, 1, 2, 2)]
-# One layer of linear attention, and one of full.
-SHALLOW = dataclasses.replace(
-  HYBRID, num_layers=2, linear=dataclasses.replace(HYBRID.linear, pattern=2)
-)
-LAYOUTS = [(SHALLOW, MESHES[0])]
+LAYOUTS = [(SHALLOW_HYBRID, MESHES[0])]
 LAYOUTS += [
   pytest.param(config, MESHES[0], marks=pytest.mark.long)
   for config in (MIXED, HYBRID_MOE, DENSE, GEMMA)

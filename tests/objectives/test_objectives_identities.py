@@ -35,14 +35,14 @@ SUMS = {
 }
 
 
-def some(*names, of=SUMS):
-  """The others are long."""
-  return [name if name in names else pytest.param(name, marks=pytest.mark.long) for name in of]
+def some(*names, cases=SUMS):
+  """Marks all cases but these as long."""
+  return [name if name in names else pytest.param(name, marks=pytest.mark.long) for name in cases]
 
 
 # A ratio by response, by segment and by token, a mean of logarithms, and a weight.
 KINDS = some("gspo", "segment", "grpo", "gmpo", "vespo")
-ALPHAS = some(0.5, of=[1.0, 0.5, 0.0])
+ALPHAS = some(0.5, cases=[1.0, 0.5, 0.0])
 PLAIN = paper.case(4)  # this one clips on both sides, tokens as well as responses
 
 
@@ -246,7 +246,7 @@ def test_shard_map_over_eight_devices(name):
 @pytest.mark.parametrize(
   "spec", [pytest.param(P("data"), marks=pytest.mark.long), P("data", "time")]
 )
-@pytest.mark.parametrize("name", some("gspo", of=[name for name in SUMS if name != "segment"]))
+@pytest.mark.parametrize("name", some("gspo", cases=[name for name in SUMS if name != "segment"]))
 def test_explicit_sharding_agrees_and_leaves_the_gradient_sharded_as_the_input(name, spec):
   mesh = jax.make_mesh((4, 2), ("data", "time"))
   with jax.set_mesh(mesh):

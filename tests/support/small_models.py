@@ -29,6 +29,10 @@ LINEAR = dict(
 )
 HYBRID = dataclasses.replace(DENSE, **LINEAR)
 HYBRID_MOE = dataclasses.replace(MOE, **LINEAR)
+# One layer of linear attention, and one of full attention.
+SHALLOW_HYBRID = dataclasses.replace(
+  HYBRID, num_layers=2, linear=dataclasses.replace(HYBRID.linear, pattern=2)
+)
 MODELS = dict(dense=DENSE, gemma=GEMMA, moe=MOE)
 
 SMALLER = dict(hidden_size=16, head_dim=8)
