@@ -1,7 +1,7 @@
-"""The site: `bash .ci/docs` builds it into docs/_build/html.
+"""Configures the site. `bash .ci/docs` builds it into docs/_build/html.
 
-The source directory is the repository, so that links between pages are the same there, on the site
-and where the repository is looked at. A page's address is its path; the README is the home page.
+The source directory is the repository, so links between pages work in both. A page's address is its
+path, and the README is the home page.
 """
 
 import os
@@ -46,33 +46,33 @@ exclude_patterns = [
   "docs/_build",
 ]
 
-# Pages as GitHub shows them.
+# Options for pages like GitHub.
 myst_heading_anchors = 4
 myst_enable_extensions = ["dollarmath"]
 myst_fence_as_directive = ["math"]
-nb_execution_mode = "off"  # notebooks are shown with the outputs that they were saved with
-html_math_renderer = "mathml"  # what browsers typeset themselves, without a network
+nb_execution_mode = "off"  # Notebooks keep their saved outputs.
+html_math_renderer = "mathml"  # Browsers typeset MathML without a network.
 highlight_language = "text"
 copybutton_prompt_text, copybutton_prompt_is_regexp = r">>> |\.\.\. ", True
-suppress_warnings = ["myst.header"]  # a page may begin with a heading of the third level
+suppress_warnings = ["myst.header"]  # Some pages begin with a heading of the third level.
 
 default_role = "py:obj"
 nitpicky = True
-nitpick_ignore_regex = [("py:(class|exc)", ".*")]  # types and errors of others
-autodoc_typehints = "none"  # the suffixes of names have the shapes
+nitpick_ignore_regex = [("py:(class|exc)", ".*")]  # Types and errors of other libraries.
+autodoc_typehints = "none"  # Names include the shapes.
 autodoc_member_order = "bysource"
 autodoc_default_options = {"undoc-members": True, "exclude-members": "replace"}
 autodoc_preserve_defaults = True
 
 html_theme = "furo"
-smartquotes = False  # quotes are mostly those of code
+smartquotes = False  # Most quotes are in code.
 html_title = f"gspo_jax {release}"
 html_show_sourcelink = html_copy_source = False
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_theme_options = {"top_of_page_buttons": []}
 
-# Which page is in which of the four groups (https://diataxis.fr).
+# Pages by group (https://diataxis.fr).
 GROUPS = {
   "Tutorials": ["notebooks/gspo_*", "notebooks/losses_*", "notebooks/qwen3_*"],
   "How to": [
@@ -116,7 +116,7 @@ def _toctree(pages, caption=""):
 
 
 def _add_contents(app, name, source):
-  """What only the site needs: the README is to be read without it."""
+  """Adds tables of contents, which the README itself does not need."""
   if name == root_doc:
     source[0] += "".join(_toctree(pages, caption) for caption, pages in GROUPS.items())
   elif name == "experiments/README":

@@ -1,4 +1,4 @@
-"""Figures as SVG: curves with bands over seeds, and intervals side by side."""
+"""Draws SVG figures: curves with bands over seeds, and intervals."""
 
 import dataclasses
 import io
@@ -16,7 +16,7 @@ from experiments.statistics import Interval
 
 COLOURS = ("#2563c9", "#c2570c", "#2a8a4a", "#8a3fb0", "#b0303f", "#5f6b7a", "#a08000", "#0f8b8d")
 STYLE = {
-  "svg.hashsalt": "gspo_jax",  # the same figure, the same file
+  "svg.hashsalt": "gspo_jax",  # Equal figures have equal files.
   "svg.fonttype": "none",
   "font.size": 9,
   "axes.spines.top": False,
@@ -28,19 +28,20 @@ STYLE = {
 
 
 def new(width: float = 6.4, height: float = 3.4, columns: int = 1) -> tuple[Figure, list[Axes]]:
-  """An empty figure of so many panels, in inches."""
+  """Returns an empty figure and its panels; sizes are in inches."""
   with mpl.rc_context(STYLE):
     figure = Figure((width, height), layout="constrained")
     return figure, list(np.atleast_1d(figure.subplots(1, columns)))
 
 
 def band(axes: Axes, x: np.ndarray, intervals: list[Interval], label: str, number: int) -> None:
-  """A line with its 95 % band."""
+  """Draws a line with its 95 % band."""
   colour = COLOURS[number % len(COLOURS)]
   values, low, high = np.array([(i.value, i.low, i.high) for i in intervals]).T
   axes.plot(x, values, color=colour, label=label)
-  some = np.isfinite(low) & np.isfinite(high)
-  axes.fill_between(np.asarray(x)[some], low[some], high[some], color=colour, alpha=0.18, lw=0)
+  finite = np.isfinite(low) & np.isfinite(high)
+  x, low, high = np.asarray(x)[finite], low[finite], high[finite]
+  axes.fill_between(x, low, high, color=colour, alpha=0.18, lw=0)
 
 
 def bands(
@@ -100,14 +101,14 @@ def intervals(
 
 
 def save(figure: Figure, path: Path | io.StringIO) -> None:
-  """Writes the SVG; the same figure gives the same bytes."""
+  """Writes a figure as SVG. Equal figures give equal bytes."""
   with mpl.rc_context(STYLE):
     figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
 
 
 @dataclasses.dataclass(frozen=True)
-class Shown:
-  """A figure as notebooks show it."""
+class Svg:
+  """A figure shown as SVG in notebooks."""
 
   figure: Figure
 

@@ -1,9 +1,8 @@
-"""What E6 measures: gradients of single groups, of several losses, at frozen (θ, θ_old).
+"""Measures E6: gradients of single groups, of several losses, at frozen (θ, θ_old).
 
-The weights that a run begins with are θ_old, and stay it. 16 updates of the configured objective,
-on `rl.prompts` groups in `rl.minibatches` parts, lead to θ after each of them. There, gradients of
-as many other groups that θ_old has sampled are compared with the on-policy gradient, of twice as
-many that θ has sampled itself.
+θ_old are the initial weights of the run. Each of 16 updates of the configured objective, on
+`rl.prompts` groups in `rl.minibatches` parts, gives a θ. Gradients of `rl.prompts` other samples of
+θ_old are compared with the on-policy gradient, of twice as many samples of θ.
 """
 
 from collections.abc import Sequence
@@ -25,12 +24,12 @@ from gspo_jax.runs.metrics import Stopwatch, Totals, compute
 from gspo_jax.structs import TrainBatch
 from gspo_jax.system import preemption
 
-UPDATES = (1, 4, 16)  # after which gradients are looked at
-ON_POLICY = 2  # times rl.prompts groups that the on-policy gradient is made of
+UPDATES = (1, 4, 16)  # Numbers of updates before a comparison.
+ON_POLICY = 2  # Groups of the on-policy gradient, in multiples of rl.prompts.
 
 
 def on_batch(loss: Any, advantage: str = "advantage_B") -> group_gradients.GroupLoss:
-  """A loss of `objectives` as one of a batch."""
+  """Converts a loss of `objectives` to a loss of a batch."""
 
   def applied(logp_BT: jax.Array, batch: TrainBatch):
     return loss(logp_BT, batch.old_logp_BT, getattr(batch, advantage), batch.mask_BT)
@@ -38,7 +37,7 @@ def on_batch(loss: Any, advantage: str = "advantage_B") -> group_gradients.Group
   return applied
 
 
-# With their published ranges. On policy all of them have the gradient of the last one.
+# Losses with their published ranges. On policy they have equal gradients.
 LOSSES: dict[str, group_gradients.GroupLoss] = dict(
   gspo=on_batch(O.gspo_loss),
   grpo=on_batch(O.grpo_loss),
@@ -59,7 +58,7 @@ def measure(run: Run) -> None:
   group_moments = group_gradients.make_group_moments(learner, [*LOSSES.values()])
   on_policy = group_gradients.make_group_moments(learner, [group_gradients.raw_product_loss])
   state = new_state(run.initial_params(), tx)
-  run.writer.truncate("sft", -1)  # all rows: nothing is resumed
+  run.writer.truncate("sft", -1)  # Removes all rows: nothing is resumed.
 
   total = Totals()
 

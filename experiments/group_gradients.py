@@ -1,7 +1,7 @@
-"""Gradients of single groups: how much of an update is signal, and where it points.
+"""Estimates signal, noise and direction of gradients of single groups.
 
-A group is the sample that a gradient estimator is made of. Of the gradients of N groups only sums
-are kept, in as much memory as a gradient per loss takes.
+A gradient estimator averages over groups. Sums over N groups are enough, in the memory of one
+gradient per loss.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from gspo_jax.learner.passes import Learner, accumulate, log_probs, parts
 from gspo_jax.models import lora
 from gspo_jax.structs import Array, TrainBatch
 
-# A loss of one group as those of `objectives` are: of logp_BT and its batch, with metrics.
+# Maps logp_BT and the batch of a group to loss and metrics.
 GroupLoss = Callable[[jax.Array, TrainBatch], tuple[jax.Array, Mapping[str, jax.Array]]]
 METRICS = ("clip_fraction/token", "ratio/deviation", "kl/k3")
 
@@ -26,10 +26,10 @@ METRICS = ("clip_fraction/token", "ratio/deviation", "kl/k3")
 class Moments:
   """Sums over groups of their gradients, by loss (the letter X)."""
 
-  groups: Array  # float32 []: their number N
+  groups: Array  # float32 []: the number N of groups.
   total_X: Any  # Σ_j g_j, like the parameters with leaves [X, ...].
   square_X: Array  # float32: Σ_j ‖g_j‖²
-  metrics_X: dict[str, Array]  # float32: sums of METRICS; 0 where a loss does not have one
+  metrics_X: dict[str, Array]  # float32: sums of METRICS; 0 for metrics that a loss lacks.
 
 
 def make_group_moments(
@@ -37,11 +37,11 @@ def make_group_moments(
 ) -> Callable[[Any, TrainBatch], Moments]:
   """Returns a jitted pass over the groups of a batch, one by one.
 
-  Each group has one forward pass, and a backward pass for each of X losses. With adapters,
-  gradients are of these.
+  Each group has one forward pass, and a backward pass for each of X losses. Gradients are those of
+  the adapters if there are any.
 
   Raises:
-    ValueError: the batch is packed or is on several devices, where groups are not apart.
+    ValueError: the batch is packed, or is on several devices.
   """
 
   def moments(params: Any, batch: TrainBatch) -> Moments:
@@ -79,19 +79,19 @@ def add(first: Moments, other: Moments) -> Moments:
 
 
 def dot(a_X: Any, b_X: Any) -> jax.Array:
-  """Inner products of gradients by loss; a single loss broadcasts. [X]."""
+  """Returns inner products [X] of gradients by loss; a single loss broadcasts."""
   products = jax.tree.map(lambda a, b: (a * b).sum(axis=range(1, a.ndim)), a_X, b_X)
   return jax.tree.reduce(jnp.add, products)
 
 
 def signal(moments: Moments) -> jax.Array:
-  """‖E g‖² without the bias of ‖mean‖², from the pairs of different groups. [X]; may be below 0."""
+  """Estimates ‖E g‖² [X] from pairs of groups; may be negative."""
   n = moments.groups
   return (dot(moments.total_X, moments.total_X) - moments.square_X) / (n * (n - 1))
 
 
 def noise(moments: Moments) -> jax.Array:
-  """E ‖g − E g‖², the trace of the covariance of a group's gradient. [X]."""
+  """Estimates E ‖g − E g‖² [X], the trace of the covariance."""
   n = moments.groups
   return (moments.square_X - dot(moments.total_X, moments.total_X) / n) / (n - 1)
 
@@ -101,23 +101,23 @@ def compare(moments: Moments, truth: Moments) -> dict[str, jax.Array]:
   """Estimates [X] from N groups and an independent `truth` of one loss:
 
   - signal, noise, and snr = signal / noise: the signal-to-noise ratio of a single group;
-  - projected: (E g · u)² / noise with u the direction of the true gradient: what of it is of use;
-  - cosine of E g and the true gradient, without what noise in either of them takes from it;
-  - bias: ‖E g − g*‖² / ‖g*‖², and scale: the length of E g along g*, 1 where there is no bias.
+  - projected: (E g · u)² / noise, where u is the direction of the true gradient g*;
+  - cosine of E g and g*, corrected for the noise in both;
+  - bias: ‖E g − g*‖² / ‖g*‖², and scale: the length of E g along g*, 1 without bias.
 
-  All are unbiased or ratios of what is; with few groups they may be outside of their ranges, and
-  NaN where a square is below 0.
+  Estimates are unbiased, or ratios of unbiased ones. With few groups they may lie outside of their
+  ranges, and are NaN for negative squares.
   """
   true = signal(truth)
   product = dot(moments.total_X, truth.total_X) / (moments.groups * truth.groups)
-  mine, spread = signal(moments), noise(moments)
+  strength, spread = signal(moments), noise(moments)
   return {
-    "signal": mine,
+    "signal": strength,
     "noise": spread,
-    "snr": mine / spread,
+    "snr": strength / spread,
     "projected": product * jnp.abs(product) / (true * spread),
-    "cosine": product / jnp.sqrt(mine * true),
-    "bias": (mine - 2 * product + true) / true,
+    "cosine": product / jnp.sqrt(strength * true),
+    "bias": (strength - 2 * product + true) / true,
     "scale": product / true,
     **{name: total_X / moments.groups for name, total_X in moments.metrics_X.items()},
   }
@@ -126,10 +126,12 @@ def compare(moments: Moments, truth: Moments) -> dict[str, jax.Array]:
 def raw_product_loss(
   logp_BT: jax.Array, batch: TrainBatch
 ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
-  """−1/G Σ_i Â_i / |y_i| Π_t w_it: importance weights of whole sequences, not clipped. Its gradient
-  has the mean of the on-policy one, at a variance that grows exponentially with |y|."""
+  """Computes −1/G Σ_i Â_i / |y_i| Π_t w_it, unclipped.
+
+  Its gradient has the mean of the on-policy one, and a variance that grows exponentially with |y|.
+  """
   ratio_B = O.sequence_ratio(logp_BT, batch.old_logp_BT, batch.mask_BT, length_exponent=0.0)
   length_B = batch.mask_BT.sum(axis=1)
   live_B = length_B > 0
-  worth_B = jnp.where(live_B, batch.advantage_B * ratio_B / jnp.maximum(length_B, 1), 0)
-  return -worth_B.sum() / jnp.maximum(live_B.sum(), 1), {}
+  term_B = jnp.where(live_B, batch.advantage_B * ratio_B / jnp.maximum(length_B, 1), 0)
+  return -term_B.sum() / jnp.maximum(live_B.sum(), 1), {}

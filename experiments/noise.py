@@ -1,4 +1,4 @@
-"""An engine with noise on its log-probs."""
+"""Adds noise to an engine's log-probs."""
 
 import dataclasses
 import zlib

@@ -1,13 +1,13 @@
-"""The same conditions with the flagship's configuration, as commands."""
+"""Commands of an experiment's conditions with the flagship's configuration."""
 
 from experiments import runs
 from experiments.definition import Experiment
 from experiments.results import Store
 
 CONFIG = "configs/moe_aime.py"
-# What carries over; the rest of a condition says what the toy is.
-KEPT = ("objective.", "engine.", "compute.", "reward.false_")
-KEPT += ("rl.minibatches", "rl.group_size", "rl.epochs", "rl_optimizer.learning_rate")
+# Keys that carry over. Other keys describe the toy.
+SHARED = ("objective.", "engine.", "compute.", "reward.false_")
+SHARED += ("rl.minibatches", "rl.group_size", "rl.epochs", "rl_optimizer.learning_rate")
 RATE = "rl_optimizer.learning_rate"
 PATHS = {
   "weights": "$WEIGHTS",
@@ -31,10 +31,11 @@ def commands(experiment: Experiment, store: Store) -> str:
     if job.stage == runs.START:
       continue
     settings = {"job": "rl", "seed": job.seed} | PATHS
-    settings |= {key: v for key, v in job.changes.items() if key.startswith(KEPT)}
+    settings |= {key: v for key, v in job.changes.items() if key.startswith(SHARED)}
     if RATE in settings:
       settings[RATE] = rate * settings[RATE] / toy
-    runs.applied(CONFIG, {k: v for k, v in settings.items() if k not in PATHS})  # it has such keys
+    # Raises for unknown keys.
+    runs.applied(CONFIG, {k: v for k, v in settings.items() if k not in PATHS})
     workdir = f"$WORKDIR/{job.condition.replace('/', '_')}_{job.seed}"
     lines.append(runs.command(CONFIG, workdir, settings))
   if later := runs.number(experiment) - sum(not line.startswith("#") for line in lines):

@@ -1,4 +1,4 @@
-"""READMEs: what is generated stands between marks, and everything else is written by hand."""
+"""Generates the parts of READMEs between marks. All other text is written by hand."""
 
 import re
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def assess(
 
 
 def write(folder: Path, experiment: Experiment, report: Callable[[Results], Report]) -> Verdict:
-  """Makes the figures and the generated part of a README anew."""
+  """Writes the figures and the generated part of a README."""
   verdict, results = assess(folder, experiment, report)
   for name, figure in (results.figures if results else {}).items():
     figures.save(figure, folder / f"{name}.svg")
@@ -89,7 +89,7 @@ def count_runs(experiment: Experiment, store: Store) -> str:
 
 
 def write_overview() -> None:
-  """The table of experiments/README.md."""
+  """Writes the table of experiments/README.md."""
   path = HERE / "README.md"
   path.write_text(replace_section(path.read_text(), "experiments", overview()))
 
@@ -113,14 +113,15 @@ def overview() -> str:
       ]
     )
   return markdown(
-    ["", "question", "claim", "what we found", "figure", "command", "minutes on two cores"], rows
+    ["", "question", "claim", "outcome", "figure", "command", "minutes on two cores"], rows
   )
 
 
 def minutes(folder: Path, experiment: Experiment) -> str:
-  """Minutes of all runs, two at a time: measured if all are done, else estimated.
+  """Returns measured or estimated minutes of all runs, two at a time.
 
-  The median of a condition's runs counts: some were paused, or beside other work.
+  They are measured once all runs are done. Each run counts with its condition's median, since some
+  were paused.
   """
   store = Store(folder)
   settled = store.runs[store.runs.status.isin(SETTLED)] if len(store.runs) else store.runs

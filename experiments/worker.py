@@ -1,9 +1,9 @@
-"""A process that makes runs, many of them one after another, so that a sweep compiles once.
+"""Makes runs one after another in a process.
 
-It reads jobs, one JSON object per line, from standard input: `values`, the configuration,
-`workdir`, and `measure`, "" or a function that takes the place of training. It answers each with a
-line of its own: `status`, `reason` and `seconds`. What a run says on the terminal goes to log.txt
-in its workdir. SIGTERM has it save the run under way, and end.
+So a sweep compiles once. It reads a JSON object per line from standard input: `values`, the
+configuration, `workdir`, and `measure`, "" or a function in the place of training. It writes a line
+per run: `status`, `reason` and `seconds`. A run's output goes to log.txt in its workdir. SIGTERM
+saves the current run and ends the process.
 """
 
 import gc
@@ -26,9 +26,9 @@ def main(cores: str) -> None:
 
   Systems without a choice of cores, such as macOS, use all.
   """
-  if hasattr(os, "sched_setaffinity"):  # before there are threads
+  if hasattr(os, "sched_setaffinity"):  # Threads inherit it.
     os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
-  signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the runner's, which sends SIGTERM
+  signal.signal(signal.SIGINT, signal.SIG_IGN)  # After Ctrl-C, the runner sends SIGTERM.
   answers = os.fdopen(os.dup(1), "w")
   threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
   for line in sys.stdin:
@@ -37,19 +37,19 @@ def main(cores: str) -> None:
     answers.write(json.dumps(answer) + "\n")
     answers.flush()
     if answer["status"] != "done":
-      os._exit(0)  # threads of Orbax may wait for what will not come: another process goes on
+      os._exit(0)  # Threads of Orbax may wait forever. The runner starts another process.
     tidy()
 
 
 def make(values: dict[str, Any], workdir: Path, measure: str = "") -> dict[str, Any]:
-  """Makes one run like the command line, or by `measure`; returns its end."""
+  """Makes a run; returns its status, reason and seconds."""
   started = time.monotonic()
   workdir.mkdir(parents=True, exist_ok=True)
   with open(workdir / "log.txt", "a") as log:
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
   try:
-    status, reason = do(values, workdir, measure)
+    status, reason = execute(values, workdir, measure)
   except Exception as error:
     traceback.print_exc()
     status, reason = "failed", f"{type(error).__name__}: {error}"
@@ -58,8 +58,8 @@ def make(values: dict[str, Any], workdir: Path, measure: str = "") -> dict[str, 
   return dict(status=status, reason=reason, seconds=round(time.monotonic() - started, 1))
 
 
-def do(values: dict[str, Any], workdir: Path, measure: str = "") -> tuple[str, str]:
-  """Makes a run; its status, and why it is not "done". Raises what has no status of its own."""
+def execute(values: dict[str, Any], workdir: Path, measure: str = "") -> tuple[str, str]:
+  """Makes a run, by `measure` if given; returns status and reason."""
   from absl import logging
 
   from gspo_jax import main as command_line
@@ -71,8 +71,7 @@ def do(values: dict[str, Any], workdir: Path, measure: str = "") -> tuple[str, s
 
   logging.set_verbosity(logging.WARNING)
   command_line.cache_compiled_programs()
-  # The workdir's name proves that it is the same run: only keys new in the code differ, added since
-  # the interruption.
+  # The workdir's name identifies the run. Only keys newer than the interrupted run may differ.
   config = from_dict(values | dict(resume="force"))
   try:
     with preemption.watch(config.checkpoint.grace_s), open_run(read_inputs(config, workdir)) as run:
@@ -85,12 +84,12 @@ def do(values: dict[str, Any], workdir: Path, measure: str = "") -> tuple[str, s
   except nonfinite.NonFiniteError as error:
     return "nan", str(error)
   except preemption.Preempted:
-    return "interrupted", "told to go; its checkpoint is there"
+    return "interrupted", "stopped; it has a checkpoint"
   return "done", ""
 
 
 def tidy() -> None:
-  """Frees the memory of the last run.
+  """Frees the last run's memory.
 
   Compiled programs stay, unless they use too many of a process's 65,530 memory mappings.
   """
@@ -102,7 +101,7 @@ def tidy() -> None:
 
 
 def _end_with(parent: int) -> None:
-  """Tells this process to save and end when the runner is gone."""
+  """Stops this process once its parent has ended."""
   while os.getppid() == parent:
     time.sleep(1)
   os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Worker processes, and which of them has what to do."""
+"""Worker processes and their jobs."""
 
 import dataclasses
 import json
@@ -29,12 +29,12 @@ def command(cores: list[int]) -> list[str]:
 
 @dataclasses.dataclass
 class Worker:
-  """A process on its share of the cores, which is started when there is something to do."""
+  """A process on its share of the cores, started by its first job."""
 
   cores: list[int]
   process: subprocess.Popen | None = None
   job: Any = None
-  since: float = 0.0
+  started: float = 0.0
 
   def begin(self, job: Any, values: dict[str, Any], workdir: Path) -> None:
     if self.process is None or self.process.poll() is not None:
@@ -47,17 +47,17 @@ class Worker:
         stdout=subprocess.PIPE,
         text=True,
       )
-    self.job, self.since = job, time.monotonic()
+    self.job, self.started = job, time.monotonic()
     message = dict(values=values, workdir=str(workdir), measure=job.measure)
     self.process.stdin.write(json.dumps(message) + "\n")
     self.process.stdin.flush()
 
   def answer(self) -> Answer:
-    """Returns its answer, or how it died."""
+    """Returns the answer; "interrupted" if the process died."""
     line = self.process.stdout.readline()
     if line:
       answer = json.loads(line)
-      if answer["status"] != "done":  # it ends with that, and must not be told of another job
+      if answer["status"] != "done":  # The process ends now.
         self.process.wait()
       return answer
     code = self.process.wait()
@@ -65,7 +65,7 @@ class Worker:
     return dict(
       status="interrupted",
       reason=f"its process ended: {reason}",
-      seconds=round(time.monotonic() - self.since, 1),
+      seconds=round(time.monotonic() - self.started, 1),
     )
 
   def stop(self) -> None:
@@ -74,7 +74,7 @@ class Worker:
 
 
 class Workers:
-  """So many processes, which share the cores evenly."""
+  """Processes with equal shares of the cores."""
 
   def __init__(self, count: int):
     cores = own_cores()
@@ -90,7 +90,7 @@ class Workers:
     return [worker for worker in self.all if worker.job is not None]
 
   def answers(self, timeout: float | None) -> Iterator[tuple[Any, Answer]]:
-    """Waits for finished jobs, some seconds for the first; returns their results."""
+    """Waits up to `timeout` seconds for a first answer; yields jobs with answers."""
     with selectors.DefaultSelector() as selector:
       for worker in self.busy:
         selector.register(worker.process.stdout, selectors.EVENT_READ, worker)
@@ -104,9 +104,9 @@ class Workers:
     """Stops all workers with a checkpoint; kills the rest after some seconds."""
     for worker in self.all:
       worker.stop()
-    until = time.monotonic() + seconds
-    while self.busy and time.monotonic() < until:
-      yield from self.answers(until - time.monotonic())
+    deadline = time.monotonic() + seconds
+    while self.busy and time.monotonic() < deadline:
+      yield from self.answers(deadline - time.monotonic())
     for worker in self.busy:
       worker.process.kill()
       yield worker.job, worker.answer()

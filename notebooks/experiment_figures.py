@@ -46,7 +46,7 @@ results.runs.head()
 
 # %%
 for figure in (report.figures if report else {}).values():
-  display(figures.Shown(figure))
+  display(figures.Svg(figure))
 
 # %% [markdown]
 # Any column of `curves.csv`, with 95 % bands over seeds.
@@ -55,4 +55,4 @@ for figure in (report.figures if report else {}).values():
 names = results.conditions() if len(results.runs) else []
 figure, (axes,) = figures.new()
 figures.curves(axes, results, {name: name for name in names}, COLUMN)
-figures.Shown(figure)
+figures.Svg(figure)

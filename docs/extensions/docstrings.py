@@ -1,12 +1,12 @@
-"""Docstrings as this project writes them, for autodoc: plain text that `help()` shows as it is.
+"""Converts this project's docstrings, plain text for `help()`, to reStructuredText for autodoc.
 
 - A paragraph that begins with `symbol =` is an equation (equations.py).
-- `name` in backticks is a link where the site has it, and code elsewhere.
+- `name` in backticks is a link if the site has the name, and code otherwise.
 - `Shapes: ...`, `Reference: ...` and the like become a list of fields.
-- What is indented, and is no section (Args, Returns, Raises, Example), is shown as it stands.
-- `docs/NAME.md` is a link to that page, and so are papers by their numbers, on all pages.
-- In comments behind or above them, fields of classes and constants say what they are; keys of a
-  configuration in their declarations.
+- Indented text outside sections (Args, Returns, Raises, Example) stays unchanged.
+- `docs/NAME.md` links to that page, and `arXiv:NUMBER` to the paper, on all pages.
+- Comments behind or above fields and constants describe them. Keys of a configuration are described
+  by their declarations.
 """
 
 import dataclasses
@@ -39,10 +39,10 @@ _CODE = re.compile(r"(`[^`]+`)")
 def setup(app: Sphinx) -> dict[str, Any]:
   app.setup_extension("sphinx.ext.autodoc")
   parser = sphinx.pycode.parser
-  # Sphinx takes `#: ...` for the description of what it stands at; here it is any comment there.
+  # Sphinx reads descriptions from comments `#: ...`. This project uses plain comments.
   pattern = parser.comment_re.pattern
   if "#:" not in pattern:
-    raise ImportError("this Sphinx reads comments in another way: docs/extensions/docstrings.py")
+    raise ImportError("docs/extensions/docstrings.py does not support this version of Sphinx")
   parser.comment_re = re.compile(pattern.replace("#:", "#:?"))
   app.connect("builder-inited", _keys)
   app.connect("autodoc-process-docstring", _docstring)
@@ -50,13 +50,13 @@ def setup(app: Sphinx) -> dict[str, Any]:
   app.connect("missing-reference", _reference)
   app.connect("doctree-resolved", _link_objectives)
   app.connect("doctree-resolved", _link_papers)
-  app.connect("env-check-consistency", _all_are_there)
+  app.connect("env-check-consistency", _check_reference)
   app.add_html_math_renderer("mathml", (_inline_math, None), (_display_math, None))
   return dict(parallel_read_safe=True, parallel_write_safe=True)
 
 
 def _keys(app: Sphinx) -> None:
-  """Has the reasons of keys for what comments are to other fields."""
+  """Describes keys of a configuration by their meanings."""
   for section in {type(section) for _, section, _ in page.sections()}:
     analyzer = ModuleAnalyzer.for_module(section.__module__)
     analyzer.analyze()
@@ -65,56 +65,56 @@ def _keys(app: Sphinx) -> None:
         analyzer.attr_docs[section.__name__, field.name] = [field.metadata["meaning"], ""]
 
 
-def _docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+def _docstring(app: Sphinx, kind: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+  """Converts a docstring in place."""
   text = "\n".join(lines)
-  if re.fullmatch(r"Alias for field number \d+\s*", text):  # of every field of a NamedTuple
+  if re.fullmatch(r"Alias for field number \d+\s*", text):  # Default of NamedTuple fields.
     text = ""
   lines[:] = restructured(text).split("\n")
-  if what not in ("attribute", "data", "property"):  # of which napoleon takes words for types
-    lines[:] = GoogleDocstring(lines, SECTIONS, app, what, name, obj, options).lines()
+  if kind not in ("attribute", "data", "property"):  # Napoleon would read types into these.
+    lines[:] = GoogleDocstring(lines, SECTIONS, app, kind, name, obj, options).lines()
 
 
 def restructured(text: str) -> str:
-  """reStructuredText of a docstring."""
-  found, section = [], False
+  """Converts a docstring to reStructuredText."""
+  blocks, section = [], False
   for block in re.split(r"\n{2,}", text.strip("\n")):
     indented = block.startswith(" ")
     section = bool(_SECTION.match(block.split("\n")[0])) or (section and indented)
     if equations.EQUATION.match(block.strip()) and "`" not in block:
-      found += [f".. math:: {equations.tex(one)}" for one in equations.split(block.strip())]
+      blocks += [f".. math:: {equations.tex(x)}" for x in equations.split(block.strip())]
     elif section:
-      found.append(_section(block))
+      blocks.append(_section(block))
     elif indented:
       language = "pycon" if ">>>" in block else "python" if _PYTHON.search(block) else "text"
-      found.append(f".. code-block:: {language}\n\n" + re.sub("^", "  ", block, flags=re.M))
+      blocks.append(f".. code-block:: {language}\n\n" + re.sub("^", "  ", block, flags=re.M))
     else:
-      found += _paragraphs(block)
-  return "\n\n".join(found) + "\n"
+      blocks += _paragraphs(block)
+  return "\n\n".join(blocks) + "\n"
 
 
 def _paragraphs(block: str) -> list[str]:
-  """A paragraph of prose; lines that begin one of the fields, as a list of fields behind it."""
-  found, fields = [[]], []
+  """Splits a paragraph into prose and a list of fields."""
+  prose, fields = [], []
   for line in block.split("\n"):
     if field := _FIELD.match(line):
       fields.append([f":{field[1]}: {_prose(field[2])}"])
     elif fields:
       fields[-1].append("  " + _prose(line.strip()))
     else:
-      found[0].append(_prose(line))
-  prose = "\n".join(found[0])
-  return [x for x in (prose, "\n".join("\n".join(field) for field in fields)) if x]
+      prose.append(_prose(line))
+  return [x for x in ("\n".join(prose), "\n".join("\n".join(x) for x in fields)) if x]
 
 
 def _section(block: str) -> str:
-  """A section as napoleon reads it. Examples stay as they are."""
+  """Converts the lines of a section; examples stay unchanged."""
   if re.match(r"Examples?:", block) or ">>>" in block:
     return block
   return "\n".join(line if _SECTION.match(line) else _prose(line) for line in block.split("\n"))
 
 
 def _prose(line: str) -> str:
-  """A line without what reStructuredText would take for markup; pages that it names are links."""
+  """Escapes markup in a line of prose, and links pages."""
   parts = _CODE.split(line)
   parts = [part if part[:1] == "`" else re.sub(r"([|*\\])", r"\\\1", part) for part in parts]
   line = re.sub(r"(`[^`]+`)(?=\w)", r"\1\\ ", "".join(parts))
@@ -122,22 +122,22 @@ def _prose(line: str) -> str:
 
 
 def _signature(
-  app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str, returns: str
+  app: Sphinx, kind: str, name: str, obj: Any, options: Any, signature: str, returns: str
 ) -> tuple[str | None, str | None] | None:
-  """Names and defaults: the shapes are in the names, and the docstrings say the rest."""
-  if what == "class" and signature and (": " in signature or "*args" in signature):
-    signature = ""  # of a protocol, or with types: the fields are listed below
+  """Returns a signature without types: names include the shapes."""
+  if kind == "class" and signature and (": " in signature or "*args" in signature):
+    signature = ""  # A protocol has none, and fields are listed below.
   return signature, None
 
 
 def _reference(app: Sphinx, env: Any, node: Any, contnode: Any) -> Any:
-  """A name in backticks as a link, where the site has it and nothing else can be meant."""
+  """Links a name in backticks if exactly one object matches."""
   if node.get("refdomain") != "py" or node.get("reftype") != "obj":
     return None
   name, objects = node["reftarget"].removesuffix("()"), env.domains.python_domain.objects
   package = ".".join((node.get("py:module") or "").split(".")[:2])
 
-  def meant(full: str) -> bool:
+  def matches(full: str) -> bool:
     if full != name and not full.endswith(f".{name}"):
       return False
     kind = objects[full].objtype
@@ -145,15 +145,15 @@ def _reference(app: Sphinx, env: Any, node: Any, contnode: Any) -> Any:
       kind in ("function", "data") and full.startswith(f"{package}.")
     )
 
-  found = list(filter(meant, objects))
-  if len(found) != 1:
+  names = list(filter(matches, objects))
+  if len(names) != 1:
     return contnode
-  target = objects[found[0]]
+  target = objects[names[0]]
   return make_refnode(app.builder, node["refdoc"], target.docname, target.node_id, contnode)
 
 
 def _link_objectives(app: Sphinx, tree: nodes.document, page: str) -> None:
-  """In pages, code that names a function of the objectives leads to it in the reference."""
+  """Links names of objectives in code to the reference."""
   for code in list(tree.findall(nodes.literal)):
     name = f"gspo_jax.objectives.{code.astext().removeprefix('O.')}"
     target = app.env.domains.python_domain.objects.get(name)
@@ -164,7 +164,7 @@ def _link_objectives(app: Sphinx, tree: nodes.document, page: str) -> None:
 
 
 def _link_papers(app: Sphinx, tree: nodes.document, page: str) -> None:
-  """`arXiv:2507.18071` leads to the paper."""
+  """Links `arXiv:2507.18071` to the paper."""
   for text in list(tree.findall(nodes.Text)):
     parts = re.split(r"(?:arXiv:)(\d{4}\.\d{5})", text)
     if len(parts) == 1 or isinstance(text.parent, nodes.reference | nodes.literal):
@@ -176,8 +176,8 @@ def _link_papers(app: Sphinx, tree: nodes.document, page: str) -> None:
     text.parent.replace(text, links)
 
 
-def _all_are_there(app: Sphinx, env: Any) -> None:
-  """Warns of what a package offers and no page of the reference has."""
+def _check_reference(app: Sphinx, env: Any) -> None:
+  """Warns of public names without an entry in the reference."""
   from gspo_jax import objectives, sampling
 
   for package in (objectives, sampling):
@@ -201,9 +201,9 @@ def _display_math(self: Any, node: nodes.math_block) -> None:
 
 
 def _mathml(node: nodes.Element, as_block: bool) -> str:
-  """MathML, which browsers typeset themselves."""
-  text = re.sub(r"(\\hat\{\w\})", r"{\1{}}", node.astext())  # an index goes beside the hat
-  text = re.sub(r"\\[bB]igg?[lr]?(?![A-Za-z])", "", text)  # sizes, which the browser knows
+  """Converts an equation to MathML."""
+  text = re.sub(r"(\\hat\{\w\})", r"{\1{}}", node.astext())  # Indices follow the hat.
+  text = re.sub(r"\\[bB]igg?[lr]?(?![A-Za-z])", "", text)  # Browsers choose sizes.
   try:
     return tex2mathml(text, as_block=as_block)
   except MathError as error:

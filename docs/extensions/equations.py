@@ -1,9 +1,9 @@
-"""Equations as docstrings have them, in Unicode, to TeX.
+"""Converts Unicode equations of docstrings to TeX.
 
   J = 1/G Σ_i min( s_i Â_i, clip(s_i, 1 − clip_low, 1 + clip_high) Â_i )
 
-reads well in a terminal. On the site the same line is typeset: a paragraph of a docstring that
-begins with `symbol =` is an equation.
+Terminals show the equation unchanged, and the site typesets it. A paragraph that begins with
+`symbol =` is an equation.
 """
 
 import re
@@ -25,34 +25,34 @@ _TOKEN = re.compile(
 
 
 def split(paragraph: str) -> list[str]:
-  """The equations of a paragraph, which commas and a wide space or a new line part."""
+  """Splits a paragraph into equations, at commas before a wide space or a new line."""
   symbol = EQUATION.pattern
   parts = re.split(rf",(?:\n *| {{2,}})(?={symbol})|,\s+(?={symbol}(?!.*,\s+{symbol}))", paragraph)
   return [" ".join(part.split()).rstrip(".,") for part in parts]
 
 
 def tex(equation: str, in_script: bool = False) -> str:
-  """TeX of one equation, or of what stands in a subscript or superscript of it."""
+  """Converts an equation, or its subscript or superscript, to TeX."""
   equation, fractions = _without_fractions(equation)
-  found, sizes = [], 0
+  parts, sizes = [], 0
   for match in _TOKEN.finditer(equation):
     kind, token = match.lastgroup, match[0]
     if kind == "fraction":
       upper, lower = fractions.pop(0)
-      found.append(rf"\frac{{{tex(_bare(upper))}}}{{{tex(_bare(lower))}}}")
+      parts.append(rf"\frac{{{tex(_bare(upper))}}}{{{tex(_bare(lower))}}}")
     elif kind == "size":
-      found.append((r"\left|", r"\right|")[sizes % 2])
+      parts.append((r"\left|", r"\right|")[sizes % 2])
       sizes += 1
     elif kind == "name":
       escaped = token.replace("_", r"\_")
-      found.append(rf"\mathtt{{{escaped}}}")
+      parts.append(rf"\mathtt{{{escaped}}}")
     elif kind == "word":
-      found.append(token if in_script else _word(token, equation[match.end() :]))
+      parts.append(token if in_script else _word(token, equation[match.end() :]))
     elif kind == "script":
-      found.append(_script(token))
+      parts.append(_script(token))
     else:
-      found.append(_SYMBOLS.get(token, token))
-  return re.sub(r" \} *\\text\{ ", " ", "".join(found))
+      parts.append(_SYMBOLS.get(token, token))
+  return re.sub(r" \} *\\text\{ ", " ", "".join(parts))
 
 
 def _word(word: str, rest: str) -> str:
@@ -64,7 +64,7 @@ def _word(word: str, rest: str) -> str:
 
 
 def _script(token: str) -> str:
-  """A subscript or superscript. Letters of axes stay in italics (y_it); words do not (π_old)."""
+  """Converts a subscript or superscript: letters are italic (y_it), words are not (π_old)."""
   mark, inside = token[0], re.sub(r"^[({](.*)[)}]$", r"\1", token[1:])
   if re.fullmatch(r"[a-z]{3,}", inside):
     return rf"{mark}{{\mathrm{{{inside}}}}}"
@@ -72,20 +72,21 @@ def _script(token: str) -> str:
 
 
 def _without_fractions(text: str) -> tuple[str, list[tuple[str, str]]]:
-  """The text with a mark for each a/b that has no space around the stroke, and these."""
+  """Replaces each a/b without spaces by a mark; returns the text and the fractions."""
   fractions, begin = [], 0
   while (slash := text.find("/", begin)) > 0:
-    left, right = _left(text, slash), _right(text, slash + 1)
-    if left == slash or right == slash + 1:
+    start, end = _start(text, slash), _end(text, slash + 1)
+    if start == slash or end == slash + 1:
       begin = slash + 1
       continue
-    fractions.append((text[left:slash], text[slash + 1 : right]))
-    text = f"{text[:left]}\x01{text[right:]}"
-    begin = left + 1
+    fractions.append((text[start:slash], text[slash + 1 : end]))
+    text = f"{text[:start]}\x01{text[end:]}"
+    begin = start + 1
   return text, fractions
 
 
-def _left(text: str, end: int) -> int:
+def _start(text: str, end: int) -> int:
+  """Returns the start of the numerator that ends at `end`."""
   depth, start = 0, end
   while start > 0:
     letter = text[start - 1]
@@ -96,7 +97,8 @@ def _left(text: str, end: int) -> int:
   return start
 
 
-def _right(text: str, start: int) -> int:
+def _end(text: str, start: int) -> int:
+  """Returns the end of the denominator that begins at `start`."""
   depth, end = 0, start
   while end < len(text):
     letter = text[end]
@@ -108,5 +110,5 @@ def _right(text: str, start: int) -> int:
 
 
 def _bare(text: str) -> str:
-  """Without the brackets that a fraction's line makes needless."""
+  """Removes brackets around a numerator or denominator."""
   return re.sub(r"^\(([^()]*)\)$", r"\1", text)

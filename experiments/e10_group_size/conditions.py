@@ -31,17 +31,17 @@ EXPERIMENT = Experiment(
   f"{NEGLIGIBLE:g} of it; if it includes 0 and is wider, it cannot be told",
   conditions=tuple(condition(loss, group) for loss in ARMS for group in GROUPS),
   seeds=(10, 11, 12, 13, 14),
-  pod=False,  # prompts are as many as the toy's batch needs
+  pod=False,  # The number of prompts fits the toy.
 )
 
 
 def accuracies(results: Results, loss: str) -> pd.DataFrame:
-  """By seed (rows) and group size (columns)."""
+  """Returns accuracies by seed (rows) and group size (columns)."""
   return pd.DataFrame({g: results.values(f"{loss}_g{g}", LEARNED) for g in GROUPS}).dropna()
 
 
 def slopes(results: Results, loss: str) -> pd.Series:
-  """Accuracy per doubling of the group, by seed."""
+  """Returns accuracy per doubling of the group, by seed."""
   accuracy = accuracies(results, loss)
   return accuracy.apply(lambda row: statistics.slope(np.log2(GROUPS), row), axis=1).astype(float)
 

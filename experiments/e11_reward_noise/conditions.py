@@ -1,4 +1,4 @@
-"""E11: rewards that are wrong now and then, under a ratio per response and one per token."""
+"""E11: partly wrong rewards, under a ratio per response and one per token."""
 
 import pandas as pd
 
@@ -39,7 +39,7 @@ EXPERIMENT = Experiment(
 
 
 def accuracies(results: Results, loss: str, kind: str) -> pd.DataFrame:
-  """By seed (rows) and rate (columns)."""
+  """Returns accuracies by seed (rows) and rate (columns)."""
   return pd.DataFrame({r: results.values(name(loss, kind, r), LEARNED) for r in RATES}).dropna()
 
 

@@ -1,11 +1,11 @@
-"""E12: rollouts that are older than the policy."""
+"""E12: rollouts older than the policy."""
 
 from experiments import figures, statistics
 from experiments.arms import ARMS
 from experiments.definition import Condition, Experiment
 from experiments.report import OPEN, Report, Results, Verdict, markdown
 
-LAGS = (0, 1, 2, 4)  # iterations, of four mini-batches each
+LAGS = (0, 1, 2, 4)  # Iterations, of four mini-batches each.
 LEARNED = "eval/final"
 
 

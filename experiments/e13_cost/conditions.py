@@ -27,7 +27,7 @@ ARMS = {
 }
 LEAST, MOST = "sampler_none", "recompute_R2"  # Needs of GSPO and GRPO, by the paper.
 STAGES = ("sample", "logp", "update", "publish")
-WARM = 3  # the first iteration that compiles nothing
+WARM = 3  # First iteration without compilation.
 MATTERS = 1.05
 
 EXPERIMENT = Experiment(
@@ -49,7 +49,7 @@ EXPERIMENT = Experiment(
 
 
 def seconds(results: Results, arm: str, stages: tuple[str, ...] = STAGES) -> pd.Series:
-  """Median seconds of an iteration, by seed."""
+  """Returns median seconds of an iteration, by seed."""
   parts = [results.curve(arm, f"time/{stage}") for stage in stages]
   if any(part.empty for part in parts):
     return pd.Series(dtype=float)
@@ -58,7 +58,7 @@ def seconds(results: Results, arm: str, stages: tuple[str, ...] = STAGES) -> pd.
 
 
 def ratio(results: Results, arm: str) -> Interval:
-  """Ratio of an iteration's seconds to the cheapest arm's."""
+  """Returns the ratio of an iteration's seconds to the cheapest arm's."""
   logs = np.log(seconds(results, arm)) - np.log(seconds(results, LEAST))
   return statistics.exp(statistics.interval(logs.dropna()))
 

@@ -1,4 +1,4 @@
-"""Memory and time of the flagship's iteration on a pod, by replay and old log-probs: pod.csv.
+"""Estimates memory and time of an iteration on a pod, by replay and old log-probs, in pod.csv.
 
 `python -m experiments.e13_cost.pod` takes five minutes and no TPU, but libtpu (`pip install -e
 '.[tpu]'`).
@@ -29,7 +29,7 @@ SAMPLES, TRAINS = ("publish", "prefill", "decode"), "train"
 
 
 def case_of(arm: str) -> Case:
-  """The flagship's configuration with an arm's keys."""
+  """Returns the flagship's configuration with an arm's keys."""
   return make_case(from_dict(runs.applied(CONFIG, ARMS[arm])))
 
 

@@ -9,8 +9,10 @@ CLIPPED = "clip_fraction/token"
 CONDITIONS = {
   "gspo": {},
   "gspo_token": {},
-  "segment": {"objective.segment_unit": "tokens", "objective.segment_tokens": 5},  # half a response
-  "luspo": {"objective.clip_low": 0.03, "objective.clip_high": 0.04},  # gspo's in configs/tiny.py
+  # Half a response.
+  "segment": {"objective.segment_unit": "tokens", "objective.segment_tokens": 5},
+  # GSPO's range in configs/tiny.py.
+  "luspo": {"objective.clip_low": 0.03, "objective.clip_high": 0.04},
   "grpo": {},
   "dapo": {},
   "dr_grpo": {},
@@ -35,7 +37,7 @@ CONDITIONS = {
   },  # Values of configs/tiny_offline.py.
 }
 
-ADDED = {  # after the question was asked: no verdict rests on them
+ADDED = {  # Declared later; no verdict depends on them.
   "gspo batch": {"objective.advantage": "batch"},
   "gspo gdpo": {
     "objective.advantage": "gdpo",
@@ -69,7 +71,7 @@ EXPERIMENT = Experiment(
   base="configs/tiny.py",
   minutes=1.2,
   start_minutes=1.5,
-  pod=False,  # the ranges are for ten tokens
+  pod=False,  # The ranges are for ten tokens.
 )
 
 

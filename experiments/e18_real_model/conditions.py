@@ -1,5 +1,7 @@
-"""E18: SmolLM2-135M, a pretrained network, on word problems: a cold start and GSPO, or the cold
-start alone for as many updates; and what GSPO and GRPO clip of it."""
+"""E18: SmolLM2-135M on word problems: a cold start and GSPO, or the cold start alone.
+
+Both have equal numbers of updates. Further conditions count tokens clipped by GSPO and GRPO.
+"""
 
 from experiments import figures, statistics
 from experiments.arms import ARMS, COLD_START_ALONE
@@ -7,13 +9,13 @@ from experiments.definition import Condition, Experiment
 from experiments.report import FAILS, HOLDS, OPEN, Report, Results, Verdict, markdown
 from experiments.statistics import Interval
 
-START, ITERATIONS = 40, 30  # updates of the cold start; iterations of GSPO
+START, ITERATIONS = 40, 30  # Updates of the cold start; iterations of GSPO.
 UPDATES = 4  # Updates per iteration.
 LEAST = 0.10  # Held-out accuracy.
 BEFORE, LEARNED, GREEDY = "eval/start", "eval/final", "eval/greedy"
 CLIPPED, MISMATCH = "clip_fraction/token", "mismatch/sequence/abs/mean"
 CLIPPED_OF = "by_length/clip_fraction/"
-LENGTHS = {"5 to 8": "le_8", "9 to 16": "le_16"}  # tokens of a response; hardly any is shorter
+LENGTHS = {"5 to 8": "le_8", "9 to 16": "le_16"}  # Tokens of a response. Shorter ones are rare.
 ALONE = "cold start alone"
 # The control is judged before its only iteration.
 CONTROL = {"sft.steps": START + UPDATES * ITERATIONS} | COLD_START_ALONE
@@ -25,7 +27,7 @@ OLD = {"its own": "sampler", "recomputed": "recompute"}
 
 
 def brief(loss: str, name: str, width: float) -> Condition:
-  """A few iterations with `width` times the paper's range, to count clipped tokens."""
+  """Declares a few iterations with `width` times the paper's range, to count clipped tokens."""
   low, high = (ARMS[loss][f"objective.clip_{side}"] for side in ("low", "high"))
   edges = {"objective.clip_low": min(width * low, 1.0), "objective.clip_high": width * high}
   changes = BRIEF | {"objective.name": loss} | edges
@@ -33,7 +35,7 @@ def brief(loss: str, name: str, width: float) -> Condition:
 
 
 def low(old: str) -> Condition:
-  """GSPO with a bfloat16 sampler, and its or the trainer's log-probs."""
+  """Declares GSPO with a bfloat16 sampler, and its or the trainer's log-probs."""
   changes = SAMPLER | {"objective.old_logp": old}
   return Condition(f"gspo_bfloat16_{old}", changes, seeds=(11, 12, 13), secondary=True)
 
@@ -59,7 +61,7 @@ EXPERIMENT = Experiment(
   columns=(r"by_length/(responses|clip_fraction|log_ratio_std)/.*",),
   minutes=10,
   start_minutes=6,
-  pod=False,  # the flagship has other problems
+  pod=False,  # The flagship has other problems.
 )
 
 

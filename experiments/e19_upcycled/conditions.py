@@ -1,5 +1,4 @@
-"""E19: SmolLM2-135M upcycled to four experts a layer: how many experts of a rollout an update
-changes at 30 layers, and what Routing Replay is worth to GRPO there."""
+"""E19: changes of experts, and Routing Replay, in SmolLM2-135M upcycled to four experts a layer."""
 
 from experiments import figures, smollm2, statistics
 from experiments.arms import GRPO, GSPO
@@ -8,7 +7,7 @@ from experiments.report import OPEN, Report, Results, Verdict, compare, markdown
 
 BEFORE, AFTER = "eval/start", "eval/final"
 LEAST, PAPER = 0.03, 0.10  # Fractions of the experts.
-VOLATILITY = "minibatch/1/router/volatility/mean"  # one update after the rollout
+VOLATILITY = "minibatch/1/router/volatility/mean"  # One update after the rollout.
 ARMS = {  # Keys are names in tables.
   "GSPO": "gspo",
   "GRPO": "grpo",
@@ -54,7 +53,7 @@ EXPERIMENT = Experiment(
   minutes=24,
   start_minutes=8,
   columns=(r"minibatch/\d+/router/volatility/(mean|max_layer)",),
-  pod=False,  # the flagship has other problems
+  pod=False,  # The flagship has other problems.
 )
 
 
@@ -81,7 +80,7 @@ def report(results: Results) -> Report:
   )
   figure, (left_axes, right_axes) = figures.new(9.6, 3.4, columns=2)
   figures.curves(left_axes, results, ARMS, VOLATILITY, title="experts that one update changes")
-  left_axes.axhline(PAPER, color="#888", lw=1, ls="--")  # 48 layers, 128 experts
+  left_axes.axhline(PAPER, color="#888", lw=1, ls="--")  # 48 layers, 128 experts.
   left_axes.set_ylim(bottom=0)
   figures.curves(right_axes, results, ARMS, "reward/mean", title="reward")
   because = f"one update of GSPO changes {changed.text()} of a rollout's experts"

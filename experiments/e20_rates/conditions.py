@@ -30,7 +30,7 @@ EXPERIMENT = Experiment(
   ),
   minutes=4,
   start_minutes=4,
-  pod=False,  # the flagship has other problems
+  pod=False,  # The flagship has other problems.
 )
 
 

@@ -10,7 +10,11 @@ from experiments.report import OPEN, Report, Results, Verdict, inside, markdown
 
 TOKENS = 6  # Tokens of a line.
 LINES = (2, 8, 16)
-CLASSES = {12: "le_16", 48: "le_64", 96: "le_128"}  # tokens of a right response -> by_length's
+CLASSES = {
+  12: "le_16",
+  48: "le_64",
+  96: "le_128",
+}  # Tokens of a right response.
 SPREAD, CLIPPED = "by_length/log_ratio_std/", "by_length/clip_fraction/"
 EXPONENT, NEAR = -0.5, 0.25
 
@@ -44,17 +48,17 @@ EXPERIMENT = Experiment(
   columns=(r"by_length/.*",),
   minutes=4,
   start_minutes=5,
-  pod=False,  # the flagship has other problems
+  pod=False,  # The flagship has other problems.
 )
 
 
 def by_length(results: Results, loss: str, column: str) -> pd.DataFrame:
-  """A column by seed (rows) and tokens of a response (columns)."""
+  """Returns a column by seed (rows) and tokens of a response (columns)."""
   return pd.DataFrame({n: results.values(loss, column + name) for n, name in CLASSES.items()})
 
 
 def slopes(values: pd.DataFrame) -> list[float]:
-  """Slopes of logarithms over log tokens, by seed; none for seeds with a 0."""
+  """Returns slopes of logarithms over log tokens, by seed; seeds with a 0 have none."""
   positive = values[(values > 0).all(axis=1)]
   lengths = np.log(values.columns.to_numpy(float))
   return [statistics.slope(lengths, np.log(row)) for row in positive.to_numpy(float)]

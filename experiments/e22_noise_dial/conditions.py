@@ -92,7 +92,7 @@ def change(
 
 
 def contrast(results: Results, lines: int) -> Interval:
-  """Returns the change with GSPO less that with GRPO, at the strongest noise."""
+  """Returns the change with GSPO less GRPO's, at the strongest noise."""
   gspo, grpo = (
     results.paired(name(loss, STRONG, lines), name(loss, 0, lines), REWARD) for loss in ARMS
   )

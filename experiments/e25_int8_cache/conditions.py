@@ -26,7 +26,7 @@ EXPERIMENT = Experiment(
   columns=(r"mismatch/.*|ratio/tail", r"minibatch/0/clip_fraction/token"),
   minutes=2.0,
   start_minutes=2.0,
-  pod=False,  # E7 asks it of longer responses
+  pod=False,  # E7 asks it of longer responses.
 )
 
 

@@ -40,7 +40,7 @@ EXPERIMENT = Experiment(
   columns=(r"mismatch/.*|ratio/tail", r"minibatch/0/clip_fraction/token"),
   minutes=10,
   start_minutes=3,
-  pod=False,  # E7 asks it of longer responses.
+  pod=False,  # E7 asks it of longer responses..
 )
 
 

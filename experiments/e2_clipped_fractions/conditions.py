@@ -9,13 +9,13 @@ from experiments.report import FAILS, HOLDS, OPEN, Report, Results, Verdict, mar
 
 WIDTHS = {"third": 1 / 3, "one": 1.0, "three": 3.0, "ten": 10.0}
 RANGES = dict(gspo=(3e-4, 4e-4), grpo=(0.2, 0.27))  # §5.1
-APART = 30.0  # one and a half orders of magnitude
+APART = 30.0  # One and a half orders of magnitude.
 CLIPPED = "clip_fraction/token"
 
 
 def condition(loss: str, name: str, width: float) -> Condition:
   low, high = (width * edge for edge in RANGES[loss])
-  # A ratio is never below 0, so that a lower range of 1 clips as little as one of 2.
+  # Ratios are positive, so a lower range of 1 clips as little as one of 2.
   edges = {"objective.clip_low": min(low, 1.0), "objective.clip_high": high}
   return Condition(f"{loss}_{name}", {"objective.name": loss} | edges)
 
@@ -36,9 +36,9 @@ EXPERIMENT = Experiment(
 
 
 def log_ratios(results: Results, width: str) -> pd.Series:
-  """Log-ratios of clipped fractions, GSPO over GRPO, by seed."""
+  """Returns log-ratios of clipped fractions, GSPO over GRPO, by seed."""
   gspo, grpo = (results.values(f"{loss}_{width}", CLIPPED) for loss in RANGES)
-  # A run that clips nothing clips less than one token of all that it was trained on.
+  # A run without clipped tokens counts as clipping less than one token.
   least = 1 / results.values(f"grpo_{width}", "tokens")
   return (np.log(np.maximum(gspo, least)) - np.log(np.maximum(grpo, least))).dropna()
 

@@ -7,8 +7,8 @@ from experiments.report import FAILS, HOLDS, OPEN, Report, Results, Verdict, mar
 
 BEFORE, AFTER, REWARD = "eval/start", "eval/final", "reward/mean"
 REPLAYS = ("none", "R2", "R3")
-FAR = 16  # mini-batches
-# The share of a rollout's experts that are others by the last of them.
+FAR = 16  # Mini-batches.
+# Share of a rollout's experts that differ in the last mini-batch.
 CHANGED = f"minibatch/{FAR - 1}/router/volatility/mean"
 MATTERS = 0.03  # Held-out accuracy.
 VOLATILE = 0.03  # Fraction of the experts; with less, an effect of replay is not expected.

@@ -7,7 +7,7 @@ from experiments.arms import LEARNED, SHORT
 from experiments.definition import Condition, Experiment
 from experiments.report import Report, Results, Verdict, compare, markdown
 
-# Against the experts when the rollout was made, in the mini-batch after the first update.
+# Differences from the rollout's experts, in the mini-batch after the first update.
 VOLATILITY = "minibatch/1/router/volatility/mean"
 DEPTHS = (2, 4, 8)
 EXPERTS = {"model.num_experts": 8, "model.experts_per_token": 2}
@@ -42,7 +42,7 @@ EXPERIMENT = Experiment(
 
 
 def slopes(results: Results) -> list[float]:
-  """Slopes by seed in fractions of experts per doubling, if all depths learned."""
+  """Returns slopes by seed in fractions of experts per doubling, if all depths learned."""
   every = []
   for name in NAMES:
     start = results.values(name, "eval/start")

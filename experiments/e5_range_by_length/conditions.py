@@ -16,11 +16,11 @@ RANGE = (3e-4, 4e-4)  # §5.1
 MIDDLE = (16, "one")  # Its clipped fraction is the target at other lengths.
 CLIPPED, LEARNED = "clip_fraction/token", "eval/area"
 EXPONENT = -0.5
-NEAR = 0.25  # how far from it the exponent may lie
+NEAR = 0.25  # Largest distance of the exponent.
 
 
 def length(lines: int) -> dict:
-  """All problems ask for so many lines."""
+  """Returns changes for problems of equal numbers of lines."""
   return {"data.lines": (lines,), "sampling.max_new_tokens": TOKENS * lines}
 
 
@@ -48,19 +48,19 @@ EXPERIMENT = Experiment(
   seeds=(10, 11, 12, 13),
   columns=(r"ratio/effective_length",),
   minutes=2.0,
-  pod=False,  # lengths are the toy's
+  pod=False,  # Lengths are the toy's.
 )
 
 
 def by_width(results: Results, lines: int, column: str) -> pd.DataFrame:
-  """A column by seed (rows) and width (columns)."""
+  """Returns a column by seed (rows) and width (columns)."""
   return pd.DataFrame(
     {w: results.values(f"n{lines}_{name}", column) for name, w in WIDTHS.items()}
   ).dropna()
 
 
 def matching(clipped: pd.Series, fraction: float) -> float:
-  """Width for a clipped fraction, interpolated by a cubic of logarithms.
+  """Returns the width for a clipped fraction, interpolated by a cubic of logarithms.
 
   The cubic goes through the clipped fractions at four widths. The result is NaN beyond them, and if
   fractions do not fall with the width.
@@ -75,7 +75,7 @@ def matching(clipped: pd.Series, fraction: float) -> float:
 
 
 def widths(results: Results) -> pd.DataFrame:
-  """Widths with MIDDLE's clipped fraction, by seed (rows) and lines (columns)."""
+  """Returns widths with MIDDLE's clipped fraction, by seed (rows) and lines (columns)."""
   lines, name = MIDDLE
   target = results.values(f"n{lines}_{name}", CLIPPED)
   fractions = {n: by_width(results, n, CLIPPED) for n in LINES}
@@ -90,12 +90,12 @@ def widths(results: Results) -> pd.DataFrame:
 
 
 def by_lines(results: Results, column: str) -> pd.DataFrame:
-  """By seed and lines: a column with the paper's range."""
+  """Returns a column with the paper's range, by seed and lines."""
   return pd.DataFrame({n: results.values(f"n{n}_one", column) for n in LINES})
 
 
 def exponent(values: pd.DataFrame, over: pd.DataFrame | None = None) -> Interval:
-  """Exponents of values by seed and lines, over tokens or other values."""
+  """Returns exponents of values by seed and lines, over tokens or other values."""
   slopes = []
   for seed, row in values.dropna().iterrows():
     x = [TOKENS * n for n in LINES] if over is None else over.reindex([seed]).iloc[0]

@@ -32,7 +32,7 @@ EXPERIMENT = Experiment(
   common={
     "rl.prompts": 64,
     "rl.minibatches": UPDATES[-1],
-    "rl_optimizer.warmup_steps": 0,  # θ is to move as it does in the middle of a run
+    "rl_optimizer.warmup_steps": 0,  # θ moves as in the middle of a run.
   },
   minutes=3.0,
   columns=("gradient/.*",),
@@ -43,17 +43,17 @@ NEGLIGIBLE = 1.1
 
 
 def gaps(results: Results, a: str, b: str) -> dict[int, pd.Series]:
-  """Logarithms of the ratio of two losses' signal-to-noise ratios, by length and seed."""
+  """Returns log-ratios of two losses' signal-to-noise ratios, by length and seed."""
   differences = {}
   for n in LINES:
     mine, other = (results.values(f"n{n}", f"gradient/{x}/snr") for x in (a, b))
-    # A mean that is lost in the noise may have a square below 0: there is no ratio then.
+    # Estimated squares of noisy means may be negative, and have no ratio.
     differences[n] = (np.log(mine.where(mine > 0)) - np.log(other.where(other > 0))).dropna()
   return differences
 
 
 def slope(gap: dict[int, pd.Series]) -> Interval:
-  """Slopes of the logarithm per doubling of length, for complete seeds."""
+  """Returns slopes of the logarithm per doubling of length, for complete seeds."""
   table = pd.DataFrame(gap).dropna()
   return statistics.interval([statistics.slope(np.log2(LINES), row) for row in table.to_numpy()])
 

@@ -4,7 +4,7 @@ from experiments import figures, statistics
 from experiments.definition import Condition, Experiment
 from experiments.report import FAILS, HOLDS, OPEN, Report, Results, Verdict, markdown
 
-# Of the sampler: where its log-probs differ from the trainer's.
+# Sampler precisions, which separate its log-probs from the trainer's.
 PRECISIONS = {
   "cache": {"engine.cache_dtype": "bfloat16"},
   "bfloat16": {"engine.dtype": "bfloat16", "engine.cache_dtype": "bfloat16"},

@@ -15,11 +15,11 @@ EXPONENTS = {"zero": 0.0, "half": 0.5, "one": 1.0}
 TARGET = 0.15  # Fraction of tokens, the paper's.
 CLIPPED, LEARNED = "clip_fraction/token", "eval/final"
 NEGLIGIBLE = 0.03
-ALIKE = 1.5  # how far the fractions may be apart, as a factor
+ALIKE = 1.5  # Largest ratio of the fractions.
 
 
 def ratio(exponent: float) -> dict:
-  """GSPO with |y|^exponent in the place of |y| and an adapted range.
+  """Declares GSPO with |y|^exponent in the place of |y| and an adapted range.
 
   The range starts at the paper's for 96 tokens, scaled like log s by 96^(1 - exponent).
   """
@@ -55,7 +55,7 @@ EXPERIMENT = Experiment(
   + OTHERS,
   seeds=(10, 11, 12, 13, 14),
   columns=(r"ratio/effective_length", r"by_length/.*"),
-  pod=False,  # lengths are the toy's
+  pod=False,  # Lengths are the toy's.
 )
 
 

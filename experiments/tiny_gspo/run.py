@@ -2,9 +2,9 @@
 
 python experiments/tiny_gspo/run.py --workdir=DIR [--seeds=20] [--bfloat16=5] [--jobs=2]
 
-Each run is a process of the command line in DIR/<dtype>_<seed>, and each of the jobs has its share
-of the cores. The same command goes on where it was stopped. A run that fails has its line too, with
-the reason, and counts as one that has learned nothing; without its line it would be made again.
+Each run is a process of the command line in DIR/<dtype>_<seed>, on its share of the cores. The same
+command continues. A failed run has a line with the reason, and counts as one that has learned
+nothing. Runs without a line are repeated.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from typing import Any
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RESULTS = HERE / "results.jsonl"
-START, END = (0.3, 0.6), 0.85  # eval/accuracy after the cold start, and at the end
+START, END = (0.3, 0.6), 0.85  # Range of accuracy after the cold start; least at the end.
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 640, 260, 48, 16, 20, 40
 COLOURS = dict(float32="#2563c9", bfloat16="#c2570c")
 Result = dict[str, Any]
@@ -42,7 +42,7 @@ def make(workdir: Path, dtype: str, seed: int, cores: set[int]) -> Result:
     command(workdir, dtype, seed), cwd=ROOT, stderr=subprocess.PIPE, text=True, errors="replace"
   )
   if hasattr(os, "sched_setaffinity"):  # Linux
-    os.sched_setaffinity(process.pid, cores)  # before it has other threads
+    os.sched_setaffinity(process.pid, cores)  # Its threads inherit them.
   _, stderr = process.communicate()
   seconds = round(time.monotonic() - started)
   last = stderr.strip().splitlines()[-1:] if process.returncode else []
@@ -52,7 +52,7 @@ def make(workdir: Path, dtype: str, seed: int, cores: set[int]) -> Result:
 
 
 def curve(workdir: Path) -> Result:
-  """Reads the end of the cold start and (iteration, avg@4, greedy) of evaluations."""
+  """Reads the end of the cold start, and evaluations (iteration, avg@4, greedy)."""
   path, config = workdir / "metrics.jsonl", workdir / "config.json"
   rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
   cold = [row for row in rows if row["phase"] == "sft"][-1:]
@@ -71,7 +71,7 @@ def curve(workdir: Path) -> Result:
 
 
 def make_all(entries: list[tuple[str, int]], workdir: Path, jobs: int, results: Path) -> None:
-  """Makes the runs without a line in `results`, and adds their lines."""
+  """Makes the runs without a line in `results`; adds their lines."""
   finished = {(r["dtype"], r["seed"]) for r in read(results)}
   linux = hasattr(os, "sched_getaffinity")
   cores = sorted(os.sched_getaffinity(0)) if linux else [*range(os.cpu_count() or 1)]
@@ -102,7 +102,7 @@ def read(results: Path) -> list[Result]:
 
 
 def ends(result: Result) -> tuple[float, float]:
-  """Accuracy after the cold start and at the end; 0 if not reached."""
+  """Returns accuracy after the cold start and at the end; 0 if not reached."""
   finished = result["returncode"] == 0 and result["points"]
   start = result["points"][0][1] if result["points"] else 0.0
   return start, result["points"][-1][1] if finished else 0.0
@@ -122,7 +122,7 @@ def outcome(result: Result) -> str:
 
 
 def table(results: list[Result]) -> str:
-  """Least, median and largest of all seeds, per precision."""
+  """Formats minimum, median and maximum over seeds, per precision."""
   lines = [
     "| | updates of SFT | accuracy after SFT | GSPO iteration 10 | iteration 20 | iteration 40 "
     f"| ended at {END} or above |",
@@ -147,7 +147,7 @@ def spread(values: list[float], form: str) -> str:
 
 
 def svg(results: list[Result]) -> str:
-  """Every run as a thin line."""
+  """Draws each run as a thin line."""
   last = max((step for r in results for step, *_ in r["points"]), default=1)
 
   def x(step):

@@ -201,7 +201,7 @@ def test_runs_without_their_cold_start_fail_with_it(home):
   home.fates(sft_gspo_1="failed")
   home.run()
   assert home.lines()["final", "grpo", 1] == (
-    "failed", "cold start of seed 1, which it begins with, failed",
+    "failed", "its cold start of seed 1 failed",
   )  # fmt: skip
   assert home.statuses()["gspo 0"] == "done"
   assert dict(home.run(retry=True)) == {"sft gspo 1": 1, "rl gspo 1": 1, "rl grpo 1": 1}
@@ -254,8 +254,8 @@ def test_where_processes_cannot_be_bound_to_cores_they_share_them(home, monkeypa
 
 
 def test_two_runners_of_an_experiment_are_one_too_many(tmp_path):
-  with run.alone(tmp_path / "e1.lock"), pytest.raises(ValueError, match="e1 is being run"):  # noqa: SIM117
-    with run.alone(tmp_path / "e1.lock"):
+  with run.locked(tmp_path / "e1.lock"), pytest.raises(ValueError, match="e1 is being run"):  # noqa: SIM117
+    with run.locked(tmp_path / "e1.lock"):
       pass
 
 
