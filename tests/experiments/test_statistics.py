@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
+from support.cases import long
 
 from experiments import report, statistics
 from experiments.report import FAILS, HOLDS, OPEN, Results
@@ -18,7 +19,7 @@ def test_the_interval_of_two_values_is_known():
   assert interval.high - interval.value == pytest.approx(math.tan(0.475 * math.pi) / 2)
 
 
-@pytest.mark.parametrize("seeds", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (5, 7))])
+@pytest.mark.parametrize("seeds", [3, *long((5, 7))])
 def test_the_interval_covers_the_mean_as_often_as_it_says_of_few_seeds(seeds):
   samples = np.random.default_rng(1).normal(3, 2, (2000, seeds))
   intervals = [statistics.interval(sample) for sample in samples]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.cases import long
 from support.compiled import compiled
 from support.configs import config_of
 from support.environments import TALK, Teacher
@@ -109,7 +110,7 @@ OTHERS = [name for name in O.POLICY_LOSSES if name not in ("gspo", "gspo_token",
 
 @pytest.mark.parametrize(
   "name",
-  ["gspo", "gspo_token", "segment", *(pytest.param(n, marks=pytest.mark.long) for n in OTHERS)],
+  ["gspo", "gspo_token", "segment", *long(OTHERS)],
 )
 def test_observations_have_no_effect(batch, name):
   logp_BT = moved(batch)

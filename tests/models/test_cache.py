@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.cases import long
 
 from gspo_jax.models.attention import attention, cache, triton
 from gspo_jax.models.attention.blocks import Scores
@@ -97,9 +98,7 @@ def test_a_gpus_kernel_reads_the_positions_of_each_row(
   np.testing.assert_allclose(actual, expected[:, 0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-  "write", [step, *(pytest.param(x, marks=pytest.mark.long) for x in (insert, copy_row))]
-)
+@pytest.mark.parametrize("write", [step, *long((insert, copy_row))])
 def test_int8_is_off_by_half_a_step_of_its_scale(write):
   new, positions = arguments(write)
   new = new.astype(np.float32)

@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from support.cases import long  # noqa: E402
 from support.hf_models import random_model  # noqa: E402, after the skip
 
 from gspo_jax.models import hf, transformer  # noqa: E402
@@ -122,7 +123,7 @@ FURTHER = (
 )
 MARKED = [
   *(name for name in CASES if name not in FURTHER),
-  *(pytest.param(name, marks=pytest.mark.long) for name in FURTHER),
+  *long(FURTHER),
 ]
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.cases import long
 from support.small_models import HYBRID
 
 from gspo_jax.models import gated_delta, weights
@@ -17,7 +18,7 @@ from gspo_jax.models.attention.delta_rule import Inputs
 from gspo_jax.settings.model import REFERENCE
 
 B, K, R, H, J = 2, 2, 3, 8, 12
-LENGTHS = [65, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 3, 63, 64, 150))]
+LENGTHS = [65, *long((1, 3, 63, 64, 150))]
 
 
 def inputs_of(length, seed=0):

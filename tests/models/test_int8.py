@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.cases import long
 from support.small_models import HYBRID_MOE, MOE, SHALLOW, initial, next_logp
 
 from gspo_jax import sharding
@@ -83,9 +84,7 @@ def test_published_on_eight_devices_or_one_products_are_of_the_rounded(name, sha
   assert sizes["f32"] <= model.vocab_size * model.hidden_size
 
 
-@pytest.mark.parametrize(
-  "name", ["moe", *(pytest.param(name, marks=pytest.mark.long) for name in ("dense", "hybrid"))]
-)
+@pytest.mark.parametrize("name", ["moe", *long(("dense", "hybrid"))])
 def test_sampled_log_probs_are_the_scores_of_the_rounded(name):
   model, params = MODELS[name], initial(MODELS[name])
   rollout = generate(

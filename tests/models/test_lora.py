@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from etils import epath
+from support.cases import long
 from support.small_models import (
   HYBRID_MOE,
   MODELS,
@@ -184,7 +185,7 @@ def each_matrix(params):
 
 @pytest.mark.parametrize(
   "name",
-  ["dense", *(pytest.param(x, marks=pytest.mark.long) for x in ("gemma", "moe", "hybrid"))],
+  ["dense", *long(("gemma", "moe", "hybrid"))],
 )
 def test_in_bfloat16_a_small_change_arrives_in_the_mean(name):
   matrices = each_matrix(small_change(name))
@@ -281,7 +282,7 @@ def assert_equal(a, b):
 
 @pytest.mark.parametrize(
   "name",
-  ["dense", *(pytest.param(x, marks=pytest.mark.long) for x in ("gemma", "moe", "hybrid"))],
+  ["dense", *long(("gemma", "moe", "hybrid"))],
 )
 def test_others_read_the_sum_that_was_trained(name, tmp_path):
   """Rounded to the nearest it would be nearly the frozen weights."""

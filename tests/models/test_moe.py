@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.cases import long
 from support.small_models import SMALLER_MOE, expert_inputs, plain_experts
 
 from gspo_jax import sharding
@@ -135,9 +136,7 @@ def test_experts_on_a_mesh_equal_the_plain_sum_however_they_are_chosen(name, cas
   chex.assert_trees_all_close(jax.device_get(got), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-  "name", ["ragged", *(pytest.param(x, marks=pytest.mark.long) for x in ("triton", "megablox"))]
-)
+@pytest.mark.parametrize("name", ["ragged", *long(("triton", "megablox"))])
 def test_assignments_that_fill_several_pieces_are_all_computed(name, monkeypatch):
   """A device with more than its share loops again."""
   monkeypatch.setattr(sharding, "axis_size", lambda axis: 8)  # pieces of a quarter of them
@@ -188,7 +187,7 @@ def test_in_bfloat16_sums_of_a_tokens_experts_round_as_bfloat16_does(name):
   "counts",
   [
     [100, 0, 3, 120],
-    *(pytest.param(x, marks=pytest.mark.long) for x in ([256, 0, 0, 0], [0, 0, 0, 1])),
+    *long(([256, 0, 0, 0], [0, 0, 0, 1])),
   ],
 )
 def test_triton_multiplies_each_groups_rows(counts):

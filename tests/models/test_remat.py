@@ -9,6 +9,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
+from support.cases import long
 from support.small_models import MOE
 
 from gspo_jax import sharding
@@ -122,9 +123,7 @@ SHARED = dataclasses.replace(
 @pytest.mark.parametrize(
   "config", [HYBRID, SHARED], ids=["linear attention", "gated shared expert"]
 )
-@pytest.mark.parametrize(
-  "remat", [*(pytest.param(x, marks=pytest.mark.long) for x in ("attention", "dots")), "both"]
-)
+@pytest.mark.parametrize("remat", [*long(("attention", "dots")), "both"])
 def test_so_it_is_with_other_layers(remat, config):
   tokens = transformer.example_tokens(config, B, T)
   params = jax.eval_shape(lambda: transformer.init(config, jax.random.key(0)))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import small_models
+from support.cases import long
 from support.small_models import forward, initial, logits
 
 from gspo_jax import sharding
@@ -42,7 +43,7 @@ CONFIGS = pytest.mark.parametrize(
   [
     DENSE,
     HYBRID,
-    *(pytest.param(config, marks=pytest.mark.long) for config in (MOE, GEMMA, MIXED)),
+    *long((MOE, GEMMA, MIXED)),
   ],
   ids=["dense", "hybrid", "moe", "gemma", "mixed"],
 )
@@ -76,7 +77,7 @@ def single_device(config):
 
 @pytest.mark.parametrize(  # Also of hybrids, if their decoding is one pass.
   "config",
-  [DENSE, *(pytest.param(x, marks=pytest.mark.long) for x in (MOE, GEMMA, HYBRID, MIXED))],
+  [DENSE, *long((MOE, GEMMA, HYBRID, MIXED))],
   ids=["dense", "moe", "gemma", "hybrid", "mixed"],
 )
 def test_a_token_cannot_see_the_future(config):
@@ -105,7 +106,7 @@ def test_prefill_and_decode_equal_one_forward(config):
 
 @pytest.mark.parametrize(
   "config",
-  [GEMMA, *(pytest.param(x, marks=pytest.mark.long) for x in (MOE, HYBRID))],
+  [GEMMA, *long((MOE, HYBRID))],
   ids=["gemma", "moe", "hybrid"],
 )
 def test_packed_segments_equal_separate_rows(config):

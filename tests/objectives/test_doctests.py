@@ -6,6 +6,7 @@ import sys
 
 import jax
 import pytest
+from support.cases import long
 
 from gspo_jax import objectives as O
 
@@ -23,7 +24,7 @@ SLOW = """
 """.split()
 MARKED = [
   *(name for name in PUBLIC if name not in SLOW),
-  *(pytest.param(name, marks=pytest.mark.long) for name in SLOW),
+  *long(SLOW),
 ]
 
 

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from support import objectives_reference as paper
+from support.cases import long
 from support.compiled import compiled, value_and_grad
 
 from gspo_jax import objectives as O
@@ -130,7 +131,7 @@ NAMES = [pytest.param(n, marks=pytest.mark.long) if n in FURTHER else n for n in
 
 @pytest.mark.parametrize(
   "spread",
-  ["mixed", *(pytest.param(spread, marks=pytest.mark.long) for spread in ("near", "wide"))],
+  ["mixed", *long(("near", "wide"))],
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_float32(name, spread):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support.cases import long
 from support.rollouts import (
   ALWAYS,
   ENGINE,
@@ -57,9 +58,7 @@ CASES = [dict(), dict(extra_prompts=0, token_budget=70), dict(extra_prompts=9, t
 
 
 @pytest.mark.parametrize("kind", ["single", pytest.param("turns", marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-  "changes", [CASES[1], *(pytest.param(c, marks=pytest.mark.long) for c in CASES[::2])], ids=str
-)
+@pytest.mark.parametrize("changes", [CASES[1], *long(CASES[::2])], ids=str)
 def test_with_the_same_weights_they_are_those_of_one_go(changes, kind):
   make, carried, several = ENVIRONMENTS[kind], 0, 0
   out, _ = iterate(6, environment=make, routing=True, **changes)

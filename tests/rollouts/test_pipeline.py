@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 from rollouts.test_partial_rollouts import surplus
+from support.cases import long
 from support.rollouts import (
   MODEL,
   OTHER,
@@ -77,7 +78,7 @@ def train(sampling, first=1, last=LAST):
 @pytest.mark.parametrize(
   "arrangement", ["one_mesh", pytest.param("two_meshes", marks=pytest.mark.long)]
 )
-@pytest.mark.parametrize("lag", [*(pytest.param(n, marks=pytest.mark.long) for n in (0, 1)), 3])
+@pytest.mark.parametrize("lag", [*long((0, 1)), 3])
 def test_weights_are_as_old_as_the_lag_says(lag, arrangement):
   """Those that a collector has that is told the version of each iteration."""
   collecting, engine = collector(**WHOLE)
@@ -138,7 +139,7 @@ CASES = dict(
   "case",
   [
     *("whole", "turns"),
-    *(pytest.param(name, marks=pytest.mark.long) for name in ("partial", "rounds")),
+    *long(("partial", "rounds")),
   ],
 )
 def test_a_checkpoint_has_what_was_collected_and_not_trained_on(case):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from support.cases import long
 from support.small_models import SHALLOW_MOE
 
 from gspo_jax import sharding
@@ -58,7 +59,7 @@ def restore(directory, like, mesh, config=CONFIG):
   return restored
 
 
-@pytest.mark.parametrize("devices", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (8, 4))])
+@pytest.mark.parametrize("devices", [1, *long((8, 4))])
 def test_values_and_shardings_come_back_on_another_mesh(devices, tmp_path):
   with jax.set_mesh(mesh_of(1, 2, 2, 2)):
     saved = state_on(jax.sharding.get_mesh())

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.cases import long
 
 from gspo_jax.runs import checkpoint, integrity
 from gspo_jax.settings.training import CheckpointConfig
@@ -84,7 +85,7 @@ def shortened(content, _):
 
 @pytest.mark.parametrize(
   "change",
-  [zeros, *(pytest.param(f, marks=pytest.mark.long) for f in (flipped, garbage, shortened))],
+  [zeros, *long((flipped, garbage, shortened))],
 )
 def test_a_changed_file_is_harmless_or_sets_its_checkpoint_aside(change, whole, copy, capsys):
   """Not every file is read."""

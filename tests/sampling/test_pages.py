@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from support import sampling as support
+from support.cases import long
 from support.sampling import LONGER as PROMPTS
 from support.sampling import by_sample, left_of, responses, same
 from support.small_models import GEMMA, HYBRID, MOE, SHALLOW_MOE, initial
@@ -74,7 +75,7 @@ OTHER_ENGINES = dict(slots=3, steps=1), dict(steps=64), dict(prefill_tokens=16)
 
 @pytest.mark.parametrize(
   "engine",
-  [dict(), *(pytest.param(c, marks=pytest.mark.long) for c in OTHER_ENGINES)],
+  [dict(), *long(OTHER_ENGINES)],
   ids=str,
 )
 def test_responses_that_are_put_aside_go_on(expected, engine):

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from support import objectives_reference as paper
+from support.cases import long
 
 from gspo_jax import objectives as O
 from gspo_jax.data.tokenizer import ByteTokenizer
@@ -88,9 +89,7 @@ def test_a_response_without_a_verdict_is_compared_with_nothing():
   assert result.tolist() == [[0.5, 0.5], [-0.5, -0.5], [0, 0]]
 
 
-@pytest.mark.parametrize(
-  "size", [1, 24, 10_000, *(pytest.param(n, marks=pytest.mark.long) for n in (6, 96))]
-)
+@pytest.mark.parametrize("size", [1, 24, 10_000, *long((6, 96))])
 def test_segments_of_so_many_tokens_lie_between_token_and_sequence(size):
   """Value, gradient and what is clipped: of one token as in GRPO, of all of them as in GSPO, and in
   between the equation."""

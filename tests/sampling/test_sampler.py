@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.cases import long
 
 from gspo_jax.sampling import sampler
 from gspo_jax.settings.sampling import SamplingConfig
@@ -70,9 +71,7 @@ def test_tokens_come_at_their_probability():
   np.testing.assert_allclose(full_logp, distribution()[tokens], rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-  "size", [*(pytest.param(n, marks=pytest.mark.long) for n in (5, 64)), 1000]
-)
+@pytest.mark.parametrize("size", [*long((5, 64)), 1000])
 def test_every_token_of_a_vocabulary_comes_at_its_probability(size):
   """Chi-square over blocks of any size, with one that is not full."""
   rows, logits = 20_000, np.random.default_rng(size).normal(size=size)

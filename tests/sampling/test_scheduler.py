@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from support import sampling as support
+from support.cases import long
 from support.sampling import LONGER as PROMPTS
 from support.sampling import by_sample, left_of, responses, run, same, sample
 from support.small_models import HYBRID, MOE, SHALLOW_MOE, initial, logits
@@ -95,7 +96,7 @@ def test_neither_order_nor_company_matter(expected):
 
 
 OTHER_MESHES = (8, 1, 1, 1), (1, 1, 4, 2)
-MESHES = [(1, 2, 2, 2), *(pytest.param(m, marks=pytest.mark.long) for m in OTHER_MESHES)]
+MESHES = [(1, 2, 2, 2), *long(OTHER_MESHES)]
 
 
 @pytest.mark.parametrize("model", [MODEL, pytest.param(HYBRID, marks=pytest.mark.long)])
@@ -174,7 +175,7 @@ def text(tokens):
   return "".join(chr(ord("0") + t % 10) for t in tokens)
 
 
-@pytest.mark.parametrize("steps", [*(pytest.param(n, marks=pytest.mark.long) for n in (1, 3)), 64])
+@pytest.mark.parametrize("steps", [*long((1, 3)), 64])
 def test_a_stop_string_ends_a_response(steps):
   strings = ("13", "7", "04")
   free = run(scheduler(), requests(stop_ids=()))

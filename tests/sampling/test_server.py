@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from etils import epath
+from support.cases import long
 from support.configs import config_of
 from support.fake_server import FakeServer
 from support.small_models import SMALLER_DENSE, next_logp, on_host
@@ -409,9 +410,7 @@ def test_new_weights_that_were_not_taken_are_found_out(make):
 OTHER_CALLS = "/resume", "/reset_prefix_cache"
 
 
-@pytest.mark.parametrize(
-  "path", ["/collective_rpc", *(pytest.param(x, marks=pytest.mark.long) for x in OTHER_CALLS)]
-)
+@pytest.mark.parametrize("path", ["/collective_rpc", *long(OTHER_CALLS)])
 def test_a_publication_that_fails_half_way_leaves_the_server_out(make, path):
   *two, engine = make(2)
 

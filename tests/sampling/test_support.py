@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.cases import long
 from support.environments import TALK, Teacher
 from support.sampling import PROMPTS, run, sample, scheduler
 from support.small_models import SMALLER_DENSE, initial, logits
@@ -36,7 +37,7 @@ def config(top_k, top_p=1.0, min_p=0.0):
   "truncation",
   [
     (9, 0.8, 0.1),
-    *(pytest.param(x, marks=pytest.mark.long) for x in ((50,), (3,), (12, 0.6), (12, 1.0, 0.2))),
+    *long(((50,), (3,), (12, 0.6), (12, 1.0, 0.2))),
   ],
   ids=str,
 )

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 from support import environments
+from support.cases import long
 from support.sampling import PROMPTS, run, sample, scheduler
 from support.small_models import HYBRID_MOE, MOE, SHALLOW_MOE, forward, initial, next_logp
 
@@ -93,7 +94,7 @@ def test_a_row_is_the_conversation_and_only_what_the_policy_said_is_masked_in(ba
 
 @pytest.fixture(
   scope="module",
-  params=[MODEL, *(pytest.param(m, marks=pytest.mark.long) for m in (MOE, HYBRID_MOE))],
+  params=[MODEL, *long((MOE, HYBRID_MOE))],
   ids=["shallow", "moe", "hybrid"],
 )
 def deep(request):

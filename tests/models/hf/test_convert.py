@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from support.cases import long
 from support.command_line import on_two_processes
 
 from gspo_jax import sharding
@@ -168,7 +169,7 @@ def test_saving_again_leaves_nothing_of_the_first_time(tmp_path):
 
 @pytest.mark.parametrize(
   "mesh_sizes",
-  [None, *(pytest.param(x, marks=pytest.mark.long) for x in ((1, 2, 2, 2), (2, 2, 2, 1)))],
+  [None, *long(((1, 2, 2, 2), (2, 2, 2, 1)))],
 )
 def test_loading_needs_the_model_and_less_than_one_tensor(mesh_sizes, tmp_path, monkeypatch):
   """On CPU the model's own memory is host memory, and tracemalloc sees it: JAX takes the buffers

@@ -10,6 +10,7 @@ pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from safetensors.numpy import load_file, save_file  # noqa: E402, after the skip
+from support.cases import long  # noqa: E402
 from support.hf_models import random_model  # noqa: E402
 
 from gspo_jax import sharding  # noqa: E402
@@ -135,7 +136,7 @@ def test_layers_of_multi_token_prediction_are_written_back(model_type, keys, tmp
 
 @pytest.mark.parametrize(
   "sizes",
-  [*(pytest.param(x, marks=pytest.mark.long) for x in ((1, 4, 1, 2), (1, 8, 1, 1))), (1, 2, 2, 2)],
+  [*long(((1, 4, 1, 2), (1, 8, 1, 1))), (1, 2, 2, 2)],
 )
 @pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_moe_text"])
 def test_a_mesh_reads_the_same_values(model_type, sizes, tmp_path, monkeypatch):

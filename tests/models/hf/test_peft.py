@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from support import fake_hub
+from support.cases import long
 from support.small_models import GEMMA, MOE, SMALLER_DENSE, initial
 
 from gspo_jax import sharding
@@ -37,7 +38,7 @@ MODULES = dict(mixtral=["k_proj", "o_proj", "w3", "w2"])  # Hugging Face's names
 
 @pytest.mark.parametrize(
   "name",
-  ["mixtral", *(pytest.param(x, marks=pytest.mark.long) for x in ("dense", "gemma", "moe"))],
+  ["mixtral", *long(("dense", "gemma", "moe"))],
 )
 def test_a_matrix_of_hugging_face_is_w_and_the_scaled_product_of_its_two_tensors(name, tmp_path):
   model = MODELS[name]

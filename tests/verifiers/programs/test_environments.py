@@ -9,6 +9,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from support.cases import long
 from support.command_line import ROOT
 from support.sandboxes import needs_namespaces
 
@@ -95,7 +96,7 @@ def base() -> Path:
   "place",
   [
     "projects/checkout/.venv",
-    *(pytest.param(place, marks=pytest.mark.long) for place in ("projects/.venv", "home/venv")),
+    *long(("projects/.venv", "home/venv")),
   ],
 )
 @pytest.mark.parametrize("options", [[], ["--copies"]], ids=["", "copies"])
@@ -112,9 +113,7 @@ def test_a_symlinked_environment(places):
 
 
 @needs_namespaces
-@pytest.mark.parametrize(
-  "version", [*(pytest.param(v, marks=pytest.mark.long) for v in ("3.11", "3.12")), "3.13"]
-)
+@pytest.mark.parametrize("version", [*long(("3.11", "3.12")), "3.13"])
 def test_an_interpreter_of_pyenv(places, version):
   interpreters = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
   if not interpreters:
