@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from gspo_jax import sharding, teacher
 from gspo_jax.aot import chips, links
 from gspo_jax.aot.programs import Case, resolve_remat, sampler_params, state_of
-from gspo_jax.models import flops, lora, remat, transformer
+from gspo_jax.models import lora, remat, transformer
 from gspo_jax.models.params import abstract_params
 from gspo_jax.models.weights import Params
 from gspo_jax.sampling.requests import sizes
@@ -114,7 +114,7 @@ def update_bound(case: Case, mesh: jax.sharding.Mesh, topology: str) -> LowerBou
   if model.num_experts:
     sent += 5 * hidden * (mesh.shape["expert"] - 1) / share["expert"]
   sent += 4 * 2 * hidden * _received_fraction(mesh, "tensor") / share["tensor"]
-  work = flops.work(model, case.sequences, case.length, case.length).executed(c.compute.remat)
+  work = case.work(model, case.sequences).executed(c.compute.remat)
   moved, sent = traffic * per_chip, times * sent * per_chip
   slices = len(set(map(sharding.slice_of, mesh.devices.flat)))
   trained = jax.tree.leaves(trained_params(state))

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from gspo_jax import sharding, teacher
@@ -21,6 +22,7 @@ from gspo_jax.learner.passes import learner_of, make_score
 from gspo_jax.learner.state import state_of_phase
 from gspo_jax.learner.step import make_rl_step
 from gspo_jax.models import flops, publication, transformer, weights
+from gspo_jax.models.attention import blocks
 from gspo_jax.models.experts import routing
 from gspo_jax.models.params import abstract_params, abstract_table
 from gspo_jax.models.weights import Params
@@ -126,6 +128,19 @@ class Case:
     Also False if the batch has another shape than configured, since then all rows count as full.
     """
     return self.config.rl.packed and self.configured
+
+  def work(self, model: ModelConfig, sequences: int) -> flops.Work:
+    """Returns the work of a pass over rows of a batch.
+
+    Attention of long packed rows skips blocks of keys from other sequences, so these rows count as
+    filled with sequences of the assumed lengths.
+    """
+    work = flops.work(model, sequences, self.length, self.length)
+    if not self.packed or self.length <= blocks.SHORT:
+      return work
+    tokens_X = np.array(self.lengths.sample(self.workload.trajectories)) + round(self.prompt)
+    per_token = flops.work(model, 1, tokens_X, tokens_X).attention.sum() / tokens_X.sum()
+    return dataclasses.replace(work, attention=float(sequences * self.length * per_token))
 
   def pool(self, slots: int, shards: int) -> int:
     """Returns an estimated size of the paged cache, in positions over all devices.
@@ -240,23 +255,20 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
   frozen = frozen_params(case, taught, mesh)
   learner = dataclasses.replace(learner_of(c, "rl"), microbatches=case.microbatches)
 
-  def full_pass(model: ModelConfig, sequences: int) -> flops.Work:
-    return flops.work(model, sequences, case.length, case.length)
-
   for name in names:
     if name == "train":
       step = make_rl_step(learner, c.objective, tx, critic)
       arguments = state, batch_of(case, mesh, case.sequences)
-      work = full_pass(case.model, case.sequences * c.models)
+      work = case.work(case.model, case.sequences * c.models)
       yield name, Program(step, arguments, work, trains=True, resident=(frozen,))
     if name == "score":
       inputs = batch_of(case, mesh, case.scored).inputs
       resident = state.opt_state, sample_params, state.critic, frozen
-      work = full_pass(case.model, case.scored)
+      work = case.work(case.model, case.scored)
       yield name, Program(make_score(learner), (state.params, inputs), work, resident=resident)
       if taught is not None:
         resident = state, sample_params, {n: x for n, x in frozen.items() if n != "teacher"}
-        score, work = teacher.scoring(taught, learner), full_pass(taught.model, case.scored)
+        score, work = teacher.scoring(taught, learner), case.work(taught.model, case.scored)
         yield "teacher", Program(score, (frozen["teacher"], inputs), work, resident=resident)
     if name == "publish":
       layout = jax.tree.map(lambda x: x.sharding, sample_params)

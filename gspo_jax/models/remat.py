@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax import sharding
-from gspo_jax.models.attention import attention
+from gspo_jax.models.attention import attention, blocks
 from gspo_jax.models.experts import groups
 from gspo_jax.settings.model import ComputeConfig, ModelConfig, Scan
 from gspo_jax.system import accelerators
@@ -28,12 +28,12 @@ from gspo_jax.system import accelerators
 def _keep(*names: str) -> Callable[..., bool]:
   """Returns a policy of `jax.checkpoint` for saving values by name.
 
-  The name `attention.RESIDUAL` also saves the results of cuDNN's kernel, which have no names.
+  The name `blocks.RESIDUAL` also saves the results of cuDNN's kernel, which have no names.
   """
   by_name = jax.checkpoint_policies.save_only_these_names(*names)
 
   def saves(primitive: Any, *avals: Any, **params: Any) -> bool:
-    fused = attention.RESIDUAL in names and primitive.name == attention.CUDNN
+    fused = blocks.RESIDUAL in names and primitive.name == attention.CUDNN
     return fused or by_name(primitive, *avals, **params)
 
   return saves
@@ -41,9 +41,9 @@ def _keep(*names: str) -> Callable[..., bool]:
 
 POLICIES = dict(
   full=None,
-  attention=_keep(attention.RESIDUAL),
+  attention=_keep(blocks.RESIDUAL),
   dots=_keep(sharding.PRODUCT, groups.HIDDEN),
-  both=_keep(sharding.PRODUCT, groups.HIDDEN, attention.RESIDUAL),
+  both=_keep(sharding.PRODUCT, groups.HIDDEN, blocks.RESIDUAL),
 )
 # Share of a device's memory for the three terms in `choose`; a layer and the head need the rest.
 ROOM = 0.6

@@ -12,7 +12,7 @@ from jax.extend import core
 
 from gspo_jax import sharding
 from gspo_jax.models import remat, transformer
-from gspo_jax.models.attention import attention, positions
+from gspo_jax.models.attention import attention, positions, splash
 from gspo_jax.models.attention import blocks as attention_blocks
 from gspo_jax.models.attention.attention import Scores
 from gspo_jax.settings.mesh import MeshConfig
@@ -80,7 +80,7 @@ SINKS = np.array([0.5, -1, 2, 0], np.float32)
 @pytest.mark.parametrize("mebibytes, queries", [(16, 1024), (32, 2048)])  # v5p; v6e
 def test_a_kernel_with_more_memory_reads_keys_less_often(mebibytes, queries, monkeypatch):
   monkeypatch.setattr(accelerators, "vector_memory", lambda kind: mebibytes << 20)
-  kernel = attention._splash_kernel(1, (4096, 4096), 128, (512, 512), 0, ALL, interpret=True)
+  kernel = splash.make(1, (4096, 4096), 128, (512, 512), 0, ALL, interpret=True)
   sizes = kernel.kwargs["block_sizes"]
   assert (sizes.block_q, sizes.block_q_dq, sizes.block_kv_dkv) == (queries, queries, 2 * queries)
 
@@ -143,6 +143,7 @@ def test_every_formulation_is_the_sum_by_hand(name, block, kind, scores, monkeyp
   """Values and gradients equal those of one [T, T] array, over several slabs and blocks."""
   expected, expected_gradient = sum_by_hand(kind, scores)
   monkeypatch.setattr(attention_blocks, "block_size", lambda _: block)
+  monkeypatch.setattr(attention_blocks, "SHORT", 0)
   ids = segments(kind, 2, SUM_T)
   form = functools.partial(
     attention.attend_self, segment_BS=ids, implementation=name, scores=scores

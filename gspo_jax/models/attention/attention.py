@@ -4,13 +4,12 @@ Four implementations, chosen by `ComputeConfig.attention`:
 
   plain      stores the [T, S] scores; for short sequences, and for few queries to a cache
   blockwise  online softmax over blocks of keys, without a [T, S] array; for any device and length
-  splash     JAX's Pallas kernel for TPU (interpreted elsewhere)
+  splash     JAX's Pallas kernel for TPU (interpreted elsewhere); module `splash`
   cudnn      cuDNN's flash attention (jax.nn.dot_product_attention); for NVIDIA GPUs, 16-bit types
 """
 
 import functools
 import itertools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -20,11 +19,9 @@ import numpy as np
 from gspo_jax import sharding
 from gspo_jax.models.attention.blocks import (
   NEGATIVE,
-  RESIDUAL,
   Scores,
   attend_blockwise,
   gather,
-  pad,
   softcap,
 )
 from gspo_jax.system import accelerators
@@ -128,7 +125,9 @@ def attend_self(
   scores, first = scores or Scores(H**-0.5), S - T
   segment_BT = segment_BS[:, first:]
   if implementation == "splash":
-    return attend_splash(q_BTNH, k_BSKH, v_BSKH, segment_BS, scores)
+    from gspo_jax.models.attention import splash  # Slow import.
+
+    return splash.attend(q_BTNH, k_BSKH, v_BSKH, segment_BS, scores)
   if implementation == "cudnn":
     return attend_cudnn(q_BTNH, k_BSKH, v_BSKH, segment_BS, scores)
   order_BS = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32)[None], (B, S))
@@ -302,77 +301,6 @@ def _softmax(score: jax.Array, sink_N: jax.Array | None, by_head: tuple[int, ...
     return jax.nn.softmax(score, axis=-1)
   sink = jnp.broadcast_to(sink_N.reshape(by_head), (*score.shape[:-1], 1))
   return jax.nn.softmax(jnp.concatenate([score, sink], axis=-1), axis=-1)[..., :-1]
-
-
-def attend_splash(
-  q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BS: jax.Array, scores: Scores
-) -> jax.Array:
-  """Attends with JAX's Pallas kernel for TPU; see `attend_self`.
-
-  T and S are padded to whole blocks; the padding has segment -1. H is padded to a multiple of 128.
-  """
-  from jax.experimental.pallas.ops.tpu import splash_attention as splash  # Slow import.
-
-  (_, T, N, H), S = q_BTNH.shape, k_BSKH.shape[1]
-  q_block, k_block = (512 if n >= 512 else 128 for n in (T, S))
-  segments = splash.SegmentIds(
-    pad(segment_BS[:, S - T :], q_block, -1), pad(segment_BS, k_block, -1)
-  )
-  lanes = ((0, 0), (0, 0), (0, 0), (0, -H % 128))
-  q, k, v = (
-    jnp.swapaxes(jnp.pad(pad(x, block), lanes), 1, 2)  # Heads first.
-    for x, block in ((q_BTNH * scores.scale, q_block), (k_BSKH, k_block), (v_BSKH, k_block))
-  )
-  shape, blocks = (q.shape[2], k.shape[2]), (q_block, k_block)
-  interpret = sharding.platform() != "tpu"
-  kernel = _splash_kernel(N, shape, q.shape[3], blocks, S - T, scores, interpret)
-  y_BNTH = jax.vmap(kernel, in_axes=(0, 0, 0, 0, None))(q, k, v, segments, scores.sink_N)
-  return jnp.swapaxes(y_BNTH, 1, 2)[:, :T, :, :H]
-
-
-def _splash_kernel(
-  heads: int,
-  shape: tuple[int, int],
-  width: int,
-  blocks: tuple[int, int],
-  first: int,
-  scores: Scores,
-  interpret: bool,
-):
-  """Builds the kernel; query 0 has the index `first` among the keys.
-
-  shape, width: padded numbers of queries and keys, and padded H.
-  blocks: sizes of the blocks to which queries and keys are padded.
-  """
-  from jax.experimental.pallas.ops.tpu import splash_attention as splash
-
-  mask = splash.CausalMask(shape, offset=first)
-  if scores.window:
-    mask = splash.LocalMask(shape, (scores.window - 1, 0), offset=first)
-  # Each block of queries reads all keys, and in the backward pass each block of keys reads all
-  # queries. So the largest blocks that fit in the chip's vector memory have the least traffic from
-  # HBM. For 32 heads and 32,768 positions on v5p, the traffic of a layer is 22 GB. With blocks of
-  # half the size, the traffic would be 36 GB.
-  (queries, keys), (q_block, k_block) = shape, blocks
-  most = 1024 * accelerators.vector_memory(sharding.device_kind()) // 2**24
-  return splash.make_splash_mha(
-    splash.MultiHeadMask([mask] * heads),
-    head_shards=1,
-    q_seq_shards=1,
-    block_sizes=splash.BlockSizes(
-      block_q=math.gcd(queries, most),
-      block_kv=math.gcd(keys, 1024),
-      block_kv_compute=k_block,
-      block_q_dkv=q_block,
-      block_kv_dkv=math.gcd(keys, most * 2 if width <= 128 else most),
-      block_kv_dkv_compute=k_block,
-      block_q_dq=math.gcd(queries, most),
-      block_kv_dq=k_block,
-    ),
-    attn_logits_soft_cap=scores.cap or None,
-    residual_checkpoint_name=RESIDUAL,
-    interpret=interpret,
-  )
 
 
 def attend_cudnn(

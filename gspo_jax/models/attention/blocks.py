@@ -17,6 +17,8 @@ from gspo_jax.settings.mesh import AXES
 
 NEGATIVE = -1e30  # Score of an invisible key; -inf would give NaN for a query without any key.
 BLOCK = 512  # Approximate number of queries, and of keys, in a block; on CPU often less.
+SHORT = 2048  # `splash` skips no blocks in rows of up to this many keys, since it has few.
+PADDING = 2**30  # Segments of padding begin here, in ranges of segments.
 RESIDUAL = "attention"  # Name of attention's outputs in rematerialisation policies.
 
 
@@ -49,8 +51,8 @@ def attend_blockwise(
   """Attends from query t to keys s <= order_t of its segment, [B, T, N, H].
 
   In forward and backward pass, only the scores of one block of queries and one block of keys are in
-  memory. Blocks before the first and after the last visible key are skipped. The two passes are
-  algorithms 1 and 4 of FlashAttention, arXiv:2205.14135.
+  memory. Blocks before the first and after the last visible key are skipped, and so are blocks of
+  other segments. The two passes are algorithms 1 and 4 of FlashAttention, arXiv:2205.14135.
 
   Args:
     order_BT: int32, index on S of the last key each query may see.
@@ -65,13 +67,22 @@ def attend_blockwise(
   R, C = _even(T, block), _even(S, block)
   # Padded queries see no keys, and padded keys match no query's segment.
   segment_BT, segment_BS = segments
-  query = Queries(_blocks(order_BT, R, -1), _blocks(segment_BT, R, -1))
   key = Keys(pad(segment_BS, C, -2))
+  order_BS = jnp.arange(key.segment.shape[1], dtype=jnp.int32)[None]
+  seen_Bij = overlap(
+    segment_ranges(pad(segment_BT, R, -1), pad(order_BT, R, -1), R),
+    segment_ranges(key.segment, order_BS, C),
+  )
+  last_iBR = _blocks(order_BT, R, -1)
+  query = Queries(last_iBR, _blocks(segment_BT, R, -1), *_range(seen_Bij, last_iBR, C))
   if scores.window:
     padding_BS = jnp.cumsum(segment_BS == 0, axis=1, dtype=jnp.int32)
     padding_BT = jnp.take_along_axis(padding_BS, order_BT, axis=1)
     first_BT = jnp.maximum(order_BT - (scores.window - 1) - padding_BT, 0)
-    query = query._replace(first=_blocks(first_BT, R, S), position=_blocks(positions[0], R))
+    first_i = _blocks(first_BT, R, S).min((1, 2)) // C
+    query = query._replace(
+      first=jnp.maximum(query.first, first_i), position=_blocks(positions[0], R)
+    )
     key = key._replace(position=pad(positions[1], C))
   q = _blocks(q_BTNH * scores.scale, R).reshape(-1, B, R, K, N // K, H)
   sink_Kn, scores = scores.sink_N, scores._replace(sink_N=None)
@@ -86,8 +97,8 @@ class Queries(NamedTuple):
 
   last: jax.Array  # Index of the last key that the query may see; -1 for padding.
   segment: jax.Array
-  # Lower bound of the first visible key's index. None if there is no window.
-  first: jax.Array | None = None
+  first: jax.Array  # First block of keys that the queries may see; [i], or [] of one block.
+  end: jax.Array  # Number of the last such block, plus one; [i] or [].
   position: jax.Array | None = None  # None if there is no window.
 
 
@@ -152,10 +163,37 @@ def _scores(q_BRKnH, k_BCKH, query: Queries, key: Keys, j, scores: Scores):
   return jnp.where(visible[:, None, None], score, NEGATIVE), score
 
 
-def _range(query: Queries, C: int, S: int):
-  """Returns first and end of the key blocks visible to queries."""
-  first = 0 if query.first is None else query.first.min() // C
-  return first, jnp.minimum(query.last.max() // C + 1, S // C)
+def segment_ranges(
+  segment_BX: jax.Array, position_BX: jax.Array, size: int
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the lowest and the highest segment of each block, [B, X / size].
+
+  Each position of padding (segments below 1) counts as a segment of its own.
+  """
+  segment_BX = jnp.where(segment_BX > 0, segment_BX, PADDING + position_BX)
+  segment_BjC = segment_BX.reshape(len(segment_BX), -1, size)
+  return segment_BjC.min(-1), segment_BjC.max(-1)
+
+
+def overlap(query: tuple[jax.Array, jax.Array], key: tuple[jax.Array, jax.Array]) -> jax.Array:
+  """Whether ranges of segments overlap, [B, i, j].
+
+  Blocks with a common segment overlap. If the segments of a row ascend, hardly any others do.
+  """
+  (low_Bi, high_Bi), (low_Bj, high_Bj) = query, key
+  return (low_Bi[:, :, None] <= high_Bj[:, None]) & (high_Bi[:, :, None] >= low_Bj[:, None])
+
+
+def _range(seen_Bij: jax.Array, last_iBR: jax.Array, C: int) -> tuple[jax.Array, jax.Array]:
+  """Returns first and end, [i], of the key blocks visible to blocks of queries.
+
+  seen_Bij: whether a block of queries and one of keys may have a segment in common.
+  last_iBR: index of the last key that a query may see.
+  """
+  number_1j = jnp.arange(seen_Bij.shape[2], dtype=jnp.int32)[None]
+  seen_ij = seen_Bij.any(0) & (number_1j <= last_iBR.max((1, 2))[:, None] // C)
+  first_i = jnp.where(seen_ij, number_1j, number_1j.size).min(1)
+  return first_i, jnp.where(seen_ij, number_1j + 1, 0).max(1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
@@ -191,7 +229,7 @@ def _flash_forward(q, k, v, sink_Kn, query, key, C, scores):
     if sink_Kn is not None:
       start = zeros + sink_Kn[None, :, :, None], zeros + 1, start[2]
     start = sharding.vary(start, AXES)
-    largest, total, sum_BKnRH = jax.lax.fori_loop(*_range(query, C, k.shape[1]), body, start)
+    largest, total, sum_BKnRH = jax.lax.fori_loop(query.first, query.end, body, start)
     total = jnp.maximum(total, 1e-30)
     y = jnp.moveaxis(sum_BKnRH / total[..., None], 3, 1)
     return y, largest + jnp.log(total)
@@ -235,7 +273,7 @@ def _flash_backward(C, scores, residuals, dy):
       return dq, dk, dv
 
     dq = sharding.vary(jnp.zeros(q_BRKnH.shape, jnp.float32), AXES)
-    dq, dk, dv = jax.lax.fori_loop(*_range(query, C, k.shape[1]), body, (dq, *carry))
+    dq, dk, dv = jax.lax.fori_loop(query.first, query.end, body, (dq, *carry))
     return (dk, dv), (dq.astype(q.dtype), dsink_Kn)
 
   zeros = sharding.vary(tuple(jnp.zeros(x.shape, jnp.float32) for x in (k, v)), AXES)
