@@ -188,7 +188,7 @@ def make_old_policy(
     logp_BT, _, out, rows = log_probs(params, inputs, learner, replay)
     if not keeps_experts or out.routing_lBTk is None:
       return OldPolicy(logp_BT, None)
-    experts_RTlk = routing.by_row(out.routing_lBTk, rows.segments_RT, learner.model.num_experts)
+    experts_RTlk = routing.by_row(out.routing_lBTk, learner.model.num_experts)
     return OldPolicy(logp_BT, by_sequence(experts_RTlk, rows, routing.NO_EXPERT))
 
   return programs.jit(by_part(old_policy, learner), learner.compute)

@@ -138,7 +138,8 @@ class Output:
 
   hidden_BTD: jax.Array  # Hidden states after the final norm; the head's input.
   cache: Cache | Pages | None  # The updated cache. None if `forward` had no cache.
-  routing_lBTk: jax.Array | None  # int32: chosen experts of MoE layers. None for dense models.
+  # int32: chosen experts of MoE layers, -1 on padding. None for dense models.
+  routing_lBTk: jax.Array | None
   stats: RouterStats | None  # Stacked over MoE layers. None for dense models.
 
 

@@ -33,12 +33,20 @@ def test_one_hot_equals_the_plain_sum(case, rows, monkeypatch):
 
 
 def cached(params, tokens):
-  """Hidden states and experts chosen of a prefix and of two decoding steps."""
+  """Hidden states and experts chosen of a prefix and of two decoding steps; one row is idle."""
   B, T = tokens.shape
+  active = jnp.ones((B, T), jnp.int32).at[3].set(0)
   cache, outputs = kv_cache.allocate(MOE, B, T, jnp.float32), []
   for piece in (slice(0, T - 2), slice(T - 2, T - 1), slice(T - 1, T)):
     positions = jnp.broadcast_to(jnp.arange(T)[None, piece], tokens[:, piece].shape)
-    out = transformer.forward(params, MOE, tokens[:, piece], positions=positions, cache=cache)
+    out = transformer.forward(
+      params,
+      MOE,
+      tokens[:, piece],
+      positions=positions,
+      segments=active[:, piece],
+      cache=cache,
+    )
     cache = out.cache
     outputs.append((out.hidden_BTD, out.routing_lBTk))
   return outputs
@@ -80,6 +88,7 @@ def test_every_layout_gives_the_hidden_states_and_experts_of_one_device(
     run = jax.jit(lambda p, t: cached(p, t))  # traced anew, with what was changed above
     got = jax.device_get(run(params, sharding.put_batch(TOKENS, mesh)))
   for (hidden, experts), (expected_hidden, expected_experts) in zip(got, expected()):
+    assert (experts[:, 3] == -1).all() and (experts[:, :3] >= 0).all()
     np.testing.assert_array_equal(experts, expected_experts)
     np.testing.assert_allclose(hidden, expected_hidden, atol=2e-5)
 

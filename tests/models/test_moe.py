@@ -283,13 +283,14 @@ def test_router_gates_are_the_softmax_over_the_chosen():
   assert stats.load_E.sum() == 2 * 5 * 2 and stats.tokens == 10 and stats.dropped == 0
 
 
-def test_padding_is_not_in_the_statistics():
+def test_padding_has_no_experts_and_is_not_in_the_statistics():
   x = jax.random.normal(jax.random.key(0), (2, 5, 16))
   router = jax.random.normal(jax.random.key(1), (16, 8))
   valid = jnp.arange(5)[None] < jnp.array([[3], [5]])
   route = jax.jit(moe.route, static_argnums=2)
-  *_, stats = route(x, router, CONFIG, valid)
-  assert stats.tokens == 8 and stats.load_E.sum() == 16
+  _, index, stats = route(x, router, CONFIG, valid)
+  assert stats.tokens == 8 and stats.load_E.sum() == 16 and stats.dropped == 0
+  np.testing.assert_array_equal((index == -1).all(-1), ~valid)
   garbage = jnp.where(valid[..., None], x, 1e3)
   *_, again = route(garbage, router, CONFIG, valid)
   chex.assert_trees_all_close(stats, again, rtol=1e-5)

@@ -74,7 +74,7 @@ def test_tokens_without_experts_on_either_side_are_not_compared():
 def test_experts_are_stored_in_as_few_bytes_as_they_need():
   assert [routing.storage_dtype(n).name for n in (8, 128, 129, 512)] == ["int8"] * 2 + ["int16"] * 2
   experts = jnp.array([127, 0]).reshape(1, 1, 1, 2)
-  stored = routing.by_row(experts, jnp.ones((1, 1)), 128)
+  stored = routing.by_row(experts, 128)
   assert stored.dtype == jnp.int8
   np.testing.assert_array_equal(routing.by_layer(stored), experts)
 
@@ -84,7 +84,7 @@ def test_experts_are_stored_in_as_few_bytes_as_they_need():
 
 def test_replay_with_the_same_weights_changes_nothing():
   out = forward(PARAMS)
-  stored = routing.by_row(out.routing_lBTk, jnp.ones(TOKENS.shape), MODEL.num_experts)
+  stored = routing.by_row(out.routing_lBTk, MODEL.num_experts)
   again = forward(PARAMS, routing=routing.by_layer(stored))
   np.testing.assert_array_equal(again.hidden_BTD, out.hidden_BTD)
   np.testing.assert_array_equal(again.routing_lBTk, out.routing_lBTk)
@@ -141,12 +141,21 @@ def test_half_of_the_experts_is_none():
   )
 
 
-def test_gates_stay_finite_where_the_router_has_given_up_on_what_is_replayed():
+@pytest.mark.parametrize("logit", [-1.0, -6.0, -15.0, -100.0])
+def test_gates_of_replayed_experts_are_right_however_unlikely(logit):
+  """Softmax over the two logits, with its gradient; 0 if both scores round to 0."""
   x = jnp.ones((1, 1, 4))
-  router = jnp.concatenate([jnp.full((4, 6), 100.0), jnp.full((4, 2), -100.0)], 1)
-  route = jax.jit(moe.route, static_argnums=2)
-  gates, *_ = route(x, router, MODEL, jnp.ones((1, 1)), jnp.array([[[6, 7]]], jnp.int8))
-  assert jnp.isfinite(gates).all()
+  router = jnp.concatenate([jnp.full((4, 6), 5.0), jnp.full((4, 2), logit)], 1).at[0, 7].add(0.5)
+
+  def first_gate(router):
+    gate_BTk, *_ = moe.route(x, router, MODEL, jnp.ones((1, 1)), jnp.array([[[6, 7]]], jnp.int8))
+    return gate_BTk[0, 0, 0]
+
+  gate, gradient = jax.jit(jax.value_and_grad(first_gate))(router)
+  expected = 0 if logit == -100 else 1 / (1 + np.exp(0.5))
+  np.testing.assert_allclose(gate, expected, rtol=1e-4)
+  np.testing.assert_allclose(gradient[0, 6:], [gate * (1 - gate), -gate * (1 - gate)], atol=1e-4)
+  assert jnp.isfinite(gradient).all()
 
 
 def test_gradients_reach_the_router_under_replay_and_are_right():

@@ -115,7 +115,7 @@ def attend_self(
   in float32; N/K query heads share a key head.
 
   Args:
-    segment_BS: segment numbers of all S tokens.
+    segment_BS: segment numbers of all S tokens; 0 is padding, with arbitrary results.
     implementation: one of `FORMULATIONS`.
     scores: scale, window, soft bound and sinks. None means scale 1/√H alone.
     position_BS: positions that measure the window, for `plain` and `blockwise`. None means the

@@ -92,13 +92,13 @@ def route(
   choice_bias_E: jax.Array | None = None,
   bias_E: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, RouterStats]:
-  """Returns gate weights and expert indices [B, T, k], and router statistics.
+  """Returns gate weights and expert indices [B, T, k], -1 on padding, and router statistics.
 
   Computes scores of all experts in float32, and chooses k (`choose_experts`). Gate weights are the
   chosen scores times `router.scale`. `norm_topk_prob` first divides the chosen scores by their sum.
   For softmax scores, this gives a softmax over the chosen logits alone, as in Granite and GPT-OSS.
 
-  valid_BT: mask of the tokens that count in the statistics; 0 on padding.
+  valid_BT: mask of tokens; 0 on padding, which has no experts and is in no statistic.
   replayed_experts_BTk: indices in place of the router's choice. -1 keeps a token's choice, and None
     all choices. Gate weights are still the current router's scores, with a gradient. (Routing
     Replay, arXiv:2507.18071, §5.3; R2 and R3 of arXiv:2512.01374)
@@ -124,8 +124,7 @@ def route(
   one_hot_BTkE = jax.nn.one_hot(experts_BTk, config.num_experts, dtype=jnp.float32)
   gate_BTk = jnp.einsum("BTkE,BTE->BTk", one_hot_BTkE, score_BTE)
   if config.norm_topk_prob:
-    # The sum may be 0, if the current router's probabilities of all replayed experts round to 0.
-    gate_BTk = gate_BTk / jnp.maximum(gate_BTk.sum(-1, keepdims=True), 1e-30)
+    gate_BTk = normalize(gate_BTk)
   if config.router.scale != 1:
     gate_BTk = gate_BTk * config.router.scale
   p_BTE = score_BTE
@@ -142,7 +141,19 @@ def route(
     dropped=((1 - one_hot_BTkE.sum(-1)) * valid_BT[..., None]).sum(),
     **replay_stats,
   )
+  experts_BTk = jnp.where(valid_BT[..., None] > 0, experts_BTk, routing.NO_EXPERT)
   return gate_BTk, experts_BTk.astype(jnp.int32), stats
+
+
+def normalize(gate_BTk: jax.Array) -> jax.Array:
+  """Divides by the sum over k; zeros stay 0.
+
+  The current router's scores of replayed experts may be tiny, and the gradient would then divide by
+  the square of their sum, which rounds to 0. So they are first divided by the largest one.
+  """
+  largest_BT1 = jax.lax.stop_gradient(gate_BTk.max(-1, keepdims=True))
+  gate_BTk = gate_BTk / jnp.maximum(largest_BT1, jnp.finfo(jnp.float32).tiny)
+  return gate_BTk / jnp.maximum(gate_BTk.sum(-1, keepdims=True), 0.5)
 
 
 SCORES = dict(softmax=functools.partial(jax.nn.softmax, axis=-1), sigmoid=jax.nn.sigmoid)

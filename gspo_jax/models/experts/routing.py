@@ -76,8 +76,6 @@ def by_layer(experts_BTlk: Array | None) -> Array | None:
   return None if experts_BTlk is None else jnp.moveaxis(experts_BTlk, 2, 0)
 
 
-def by_row(experts_lBTk: jax.Array, valid_BT: jax.Array, num_experts: int) -> jax.Array:
-  """Transposes experts [l,B,T,k] to [B,T,l,k] for storage, with -1 at invalid tokens."""
-  experts_BTlk = jnp.moveaxis(experts_lBTk, 0, 2)
-  experts_BTlk = jnp.where((valid_BT > 0)[:, :, None, None], experts_BTlk, NO_EXPERT)
-  return experts_BTlk.astype(storage_dtype(num_experts))
+def by_row(experts_lBTk: jax.Array, num_experts: int) -> jax.Array:
+  """Transposes experts [l,B,T,k] to [B,T,l,k] for storage."""
+  return jnp.moveaxis(experts_lBTk, 0, 2).astype(storage_dtype(num_experts))

@@ -189,7 +189,7 @@ def prefill(
   state = _on_each_device(_stage, state, rows, waiting_r, entry_r, cache, like=state)
   experts = None
   if record_routing and experts_lrTk is not None:
-    experts = sharding.reshard(routing.by_row(experts_lrTk, real_rT, model.num_experts), P())
+    experts = sharding.reshard(routing.by_row(experts_lrTk, model.num_experts), P())
   return state, experts
 
 
@@ -316,7 +316,7 @@ def _next_token(
   stopped_B = (token_B[:, None] == s.stop_BX).any(1)
   experts_Blk = None
   if out.routing_lBTk is not None:
-    experts_Blk = routing.by_row(out.routing_lBTk, active_B[:, None], model.num_experts)[:, 0]
+    experts_Blk = routing.by_row(out.routing_lBTk, model.num_experts)[:, 0]
   id_B = jnp.where(active_B, s.id_B, -1)
   sampled = Sampled(id_B, token_B, logp_B, full_logp_B, experts_Blk, support_BX)
   slots = s.replace(
