@@ -34,6 +34,7 @@ from gspo_jax import sharding, teacher
 from gspo_jax.aot import chips, links
 from gspo_jax.aot.programs import Case, resolve_remat, sampler_params, state_of
 from gspo_jax.models import lora, remat, transformer
+from gspo_jax.models.experts import moe
 from gspo_jax.models.params import abstract_params
 from gspo_jax.models.weights import Params
 from gspo_jax.sampling.requests import sizes
@@ -265,6 +266,30 @@ def _gathered(params: Params, model: ModelConfig, case: Case, mesh: jax.sharding
   if params.head is not None:
     params, read = params.replace(embed=None), read.replace(embed=None)
   return sum(jax.tree.leaves(jax.tree.map(gathered, params, read)))
+
+
+def sent_to_experts(case: Case, mesh: jax.sharding.Mesh, topology: str, slots: int) -> float:
+  """Bytes sent by a device in a decode step: tokens to their experts, and sums back.
+
+  Counted at the speed of both links of a torus axis. 0 if experts have so many tokens that their
+  weights are gathered instead.
+  """
+  model, k = case.model, case.model.experts_per_token
+  if not model.num_experts:
+    return 0.0
+  rules = sharding.rollout_rules(case.config.mesh, mesh, model.num_experts)
+  axes = [axis for axis in sharding.each(rules["E"]) if mesh.shape[axis] > 1]
+  devices = math.prod(mesh.shape[axis] for axis in axes)
+  tokens = slots // sharding.batch_shards(mesh) * devices
+  if tokens * k > moe.FEW * model.num_experts or not axes:
+    return 0.0
+  share = 1.0  # Several axes use all links.
+  if len(axes) == 1:
+    share = links.torus_of(topology, mesh).share(links.along(mesh, axes[0]))
+  numbers = 2 * (model.hidden_size + k)  # A token with its gate weights and experts; its sum.
+  layers = sum(model.is_moe(layer) for layer in range(model.num_layers))
+  itemsize = jnp.dtype(case.config.sampler_compute.dtype).itemsize
+  return layers * tokens * numbers * itemsize * (1 - 1 / devices) / share
 
 
 def position_bytes(case: Case, mesh: jax.sharding.Mesh) -> float:

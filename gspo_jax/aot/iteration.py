@@ -22,6 +22,7 @@ from gspo_jax.aot.estimate import (
   filled_cache,
   needed,
   position_bytes,
+  sent_to_experts,
   state_bytes,
 )
 from gspo_jax.aot.programs import Case, sampler_params, state_of
@@ -146,7 +147,8 @@ def sampling_bound(case: Case, mesh: Any, topology: str) -> LowerBounds:
   if size.pages:  # Idle slots read no pages.
     moved -= (steps - sum(lengths) / size.slots) * filled_cache(case, mesh)
   filling = _prefill_seconds(case, mesh, topology)
-  seconds = chips.seconds(chip, number, steps * work, moved * per_chip)
+  sent = steps * sent_to_experts(case, mesh, topology, size.slots)
+  seconds = chips.seconds(chip, number, steps * work, moved * per_chip, sent * per_chip)
   return LowerBounds(memory * per_chip, {name: n + filling for name, n in seconds.items()})
 
 

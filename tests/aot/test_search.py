@@ -281,6 +281,18 @@ def test_more_slots_need_more_memory_and_fewer_steps():
   assert bounds["few"].bound_s > bounds["many"].bound_s > bounds["paged"].bound_s
 
 
+@pytest.mark.parametrize("split, devices", [("all", 8), ("fsdp", 2), ("expert", 4)])
+def test_tokens_are_sent_to_the_chips_with_their_experts(split, devices):
+  case, mesh = flagship(), sharding.make_mesh(MeshConfig(1, 2, 4, 1))
+  case, model = search.changed(case, mesh=dict(rollout_experts=split)), case.model
+  sent = estimate.sent_to_experts(case, mesh, "v5p:2x2x2", 64)
+  # A chip sends its eight tokens to each other chip, and gets as many sums back.
+  numbers = (devices - 1) * 8 * 2 * (model.hidden_size + model.experts_per_token)
+  assert sent == pytest.approx(model.num_layers * numbers * 2)
+  # More tokens of an expert than `moe.FEW`: its weights travel.
+  assert estimate.sent_to_experts(case, mesh, "v5p:2x2x2", 1 << 20) == 0
+
+
 def test_the_recommendation_of_a_rollout_can_be_pasted():
   engine = dict(slots=1024, cache_tokens=12_582_912, prefill_tokens=8192)
   case = search.changed(flagship(), engine=engine, mesh=dict(rollout_experts="expert"))
