@@ -84,7 +84,8 @@ def hybrid(**changes):
 )
 def test_neither_do_slots_and_pieces_with_linear_layers(changes):
   dtype = {key: x for key, x in changes.items() if key == "cache_dtype"}
-  same(hybrid(**changes), hybrid(**dtype), atol=5e-5)  # Norms of small outputs round more.
+  # Norms of small outputs round more. A value halfway between two integers may become either.
+  same(hybrid(**changes), hybrid(**dtype), atol=1e-3 if "int8" in dtype.values() else 5e-5)
 
 
 def test_neither_order_nor_company_matter(expected):
