@@ -149,7 +149,7 @@ def weights_of(case: Case, mesh: jax.sharding.Mesh) -> dict[str, float]:
   itemsize = jnp.dtype(c.compute.dtype).itemsize
   tensor, expert = mesh.shape["tensor"], mesh.shape["expert"]
   layer = 3 * model.num_experts * model.hidden_size * model.moe_intermediate_size * itemsize
-  layers = sum(model.is_moe(layer) for layer in range(model.num_layers))
+  layers = model.num_moe_layers
   experts = layers * layer / (expert * tensor)
   head = model.vocab_size * model.hidden_size * itemsize / tensor
   embedding = 0 if model.tie_word_embeddings else head
@@ -287,7 +287,7 @@ def sent_to_experts(case: Case, mesh: jax.sharding.Mesh, topology: str, slots: i
   if len(axes) == 1:
     share = links.torus_of(topology, mesh).share(links.along(mesh, axes[0]))
   numbers = 2 * (model.hidden_size + k)  # A token with its gate weights and experts; its sum.
-  layers = sum(model.is_moe(layer) for layer in range(model.num_layers))
+  layers = model.num_moe_layers
   itemsize = jnp.dtype(case.config.sampler_compute.dtype).itemsize
   return layers * tokens * numbers * itemsize * (1 - 1 / devices) / share
 

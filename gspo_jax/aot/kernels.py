@@ -38,8 +38,8 @@ def _splash(instruction: Instruction) -> float | None:
   Returns None for other kernels, for splash attention without segments, and if the block sizes are
   not stated. The kernel has three phases: fwd, and the gradients dq of queries and dkv of keys and
   values. A grid's loops, outermost first, are over query heads, blocks of queries and blocks of
-  keys. For dkv they are over blocks of keys, query heads and blocks of queries. Masked blocks are
-  not read.
+  keys. For dkv they are over blocks of keys, query heads and blocks of queries. Blocks after the
+  diagonal are not read. Blocks skipped between segments count as read.
 
   Operands are the mask's scalars, q, k, v, segments of q and of k. The backward phases also take
   the logsumexp, the output's gradient, and a sum for each query. Some masks also need the queries'

@@ -360,7 +360,7 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
   shared = place if packing.shares(case.length, c.sampling.max_new_tokens, together) else None
   experts = None
   if c.objective.replay != "none":
-    layers = sum(model.is_moe(layer) for layer in range(model.num_layers))
+    layers = model.num_moe_layers
     stored = routing.storage_dtype(model.num_experts)
     experts = field(stored, case.length, layers, model.experts_per_token)
   filled = {name for declared in passes.iteration_passes(c) for name in declared.fills}

@@ -72,8 +72,7 @@ def work(
   """
   tokens = sequences * queries
   _, active = transformer.count(config)
-  moe_layers = sum(config.is_moe(layer) for layer in range(config.num_layers))
-  experts = moe_layers * config.experts_per_token * 3
+  experts = config.num_moe_layers * config.experts_per_token * 3
   experts *= config.hidden_size * config.moe_intermediate_size
   vocabulary = config.vocab_size * config.hidden_size
   dense = active - experts - vocabulary * (1 if config.tie_word_embeddings else 2)

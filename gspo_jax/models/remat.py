@@ -86,7 +86,7 @@ def saved_bytes(config: ModelConfig, policy: str, itemsize: int) -> float:
   full_layers = config.num_layers - linear_layers
   c = config.linear
   values, keys = c.value_heads * c.value_dim, c.key_heads * c.key_dim  # In linear layers.
-  moe_layers = sum(config.is_moe(layer) for layer in range(config.num_layers))
+  moe_layers = config.num_moe_layers
   bytes_ = 0.0
   if policy in ("attention", "both"):
     copies = 2 if sharding.platform() == "gpu" else 1  # One per branch of `attend_cudnn`.

@@ -176,6 +176,11 @@ class ModelConfig:
       ]
     ranges.refuse(self, "model", wrong)
 
+  @property
+  def num_moe_layers(self) -> int:
+    """Number of layers with experts."""
+    return sum(map(self.is_moe, range(self.num_layers)))
+
   def is_moe(self, layer: int) -> bool:
     """Whether a layer has experts, by Hugging Face's rule."""
     sparse = self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0

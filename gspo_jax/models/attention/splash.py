@@ -2,7 +2,7 @@
 
 The kernel takes a causal mask and segment numbers. By itself it computes all causal blocks. If
 responses of 8,192 tokens in the mean fill rows of 32,768, six of ten such blocks have no query and
-key of the same segment. So the numbers of blocks to compute are made from the segments here.
+key of the same segment. This module removes them from the mask of each row.
 """
 
 import math
