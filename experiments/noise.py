@@ -3,14 +3,13 @@
 import dataclasses
 import zlib
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
+from experiments.engines import ChangedEngine
 from gspo_jax import main
 from gspo_jax.run import Run
-from gspo_jax.sampling import Engine
-from gspo_jax.sampling.requests import Request, Response
+from gspo_jax.sampling import Request, Response
 
 # Functions of a generator and a number of tokens. Deviations are 1. Student's t with two degrees of
 # freedom has none.
@@ -21,43 +20,32 @@ NOISES: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
 }
 
 
-class NoisyEngine:
-  """Adds noise to an engine's log-probs (an `Engine`).
+def generator(request: Request, sample: int) -> np.random.Generator:
+  """Returns a response's generator, seeded by the request's seed, the prompt and the sample."""
+  prompt = zlib.crc32(np.asarray(request.prompt, np.int64).tobytes())
+  return np.random.default_rng([request.seed, prompt, sample])
+
+
+def add_noise(response: Response, kind: str, scale: float) -> Response:
+  """Adds noise to a response's log-probs.
 
   It depends on the request's seed, the prompt, the sample number and the token's position alone.
 
   Args:
-    engine: samples the responses.
+    response: response of an engine.
     kind: name in NOISES.
     scale: factor on the noise, in nats.
   """
-
-  def __init__(self, engine: Engine, kind: str, scale: float):
-    self._engine, self._draw, self._scale = engine, NOISES[kind], scale
-
-  def __getattr__(self, name: str) -> Any:
-    return getattr(self._engine, name)
-
-  def step(self) -> list[Response]:
-    return [self._noisy(response) for response in self._engine.step()]
-
-  def stop(self) -> list[Response]:
-    return [self._noisy(response) for response in self._engine.stop()]
-
-  def _noisy(self, response: Response) -> Response:
-    noise = self.noise(response.request, response.sample, len(response.tokens))
-    return dataclasses.replace(
-      response, logp=response.logp + noise, full_logp=response.full_logp + noise
-    )
-
-  def noise(self, request: Request, sample: int, count: int) -> np.ndarray:
-    """Draws the noise of a response's tokens after the prefix, float32 [count]."""
-    prompt = zlib.crc32(np.asarray(request.prompt, np.int64).tobytes())
-    rng = np.random.default_rng([request.seed, prompt, sample])
-    drawn = self._draw(rng, len(request.prior) + count)[len(request.prior) :]
-    return (self._scale * drawn).astype(np.float32)
+  prior = len(response.request.prior)
+  rng = generator(response.request, response.sample)
+  drawn = NOISES[kind](rng, prior + len(response.tokens))[prior:]
+  noise = (scale * drawn).astype(np.float32)
+  return dataclasses.replace(
+    response, logp=response.logp + noise, full_logp=response.full_logp + noise
+  )
 
 
 def train(run: Run, kind: str, scale: str) -> None:
-  """Trains with a noisy engine. Evaluations have no noise."""
-  main.run_job(dataclasses.replace(run, engine=NoisyEngine(run.engine, kind, float(scale))))
+  """Trains with noise on the sampler's log-probs. Evaluations have no noise."""
+  engine = ChangedEngine(run.engine, lambda _, x: add_noise(x, kind, float(scale)))
+  main.run_job(dataclasses.replace(run, engine=engine))

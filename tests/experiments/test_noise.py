@@ -12,7 +12,8 @@ pytest.importorskip("matplotlib")
 from support import verdicts  # noqa: E402
 
 from experiments.e22_noise_dial import conditions as e22  # noqa: E402
-from experiments.noise import NoisyEngine  # noqa: E402
+from experiments.engines import ChangedEngine  # noqa: E402
+from experiments.noise import add_noise  # noqa: E402
 from experiments.report import FAILS, HOLDS, OPEN, Results  # noqa: E402
 from gspo_jax.sampling.requests import Request, Response  # noqa: E402
 
@@ -28,7 +29,7 @@ def response(sample=0, prior=0, count=COUNT, **changes):
 
 def noisy(kind, *responses, scale=1e-2):
   engine = types.SimpleNamespace(step=lambda: list(responses), stop=lambda: [], usage="usage")
-  wrapped = NoisyEngine(engine, kind, scale)
+  wrapped = ChangedEngine(engine, lambda _, x: add_noise(x, kind, scale))
   assert wrapped.usage == "usage" and wrapped.stop() == []
   return wrapped.step()
 
