@@ -142,6 +142,7 @@ _OTHERS = {
   "Qwen3.5-0.8B": _hybrid(1024, 24, 8, 2, 3584, value_heads=16, tied=True),
   "Qwen3.5-2B": _hybrid(2048, 24, 8, 2, 6144, value_heads=16, tied=True),
   "Qwen3.5-4B": _hybrid(2560, 32, 16, 4, 9216, value_heads=32, tied=True),
+  "Qwen3.5-9B": _hybrid(4096, 32, 16, 4, 12_288, value_heads=32),
   "Qwen3.5-27B": _hybrid(5120, 64, 24, 4, 17_408, value_heads=48),
   "Qwen3.5-35B-A3B": _hybrid(2048, 40, 16, 2, 512, value_heads=32, **_experts(256, 8, 512)),
   "Qwen3-Next-80B-A3B-Instruct": _hybrid(
@@ -163,6 +164,8 @@ def _published() -> dict[str, ModelConfig]:
 
   Owners: meta-llama, Qwen, mistralai, HuggingFaceTB, google, allenai, ibm-granite, zai-org, openai,
   MiniMaxAI. The sizes of Qwen3.5 and Qwen3-Next are those of their model cards, "Model Overview".
+  Those of Qwen3.5-9B are the defaults of transformers' Qwen3_5TextConfig, and of KnowledgeXLab's
+  fine-tune ComActor-9B.
 
   Qwen3 models of April 2025 have the shape and rope_theta, 1e6, of their Base models. Those of July
   2025 ("2507") have a context of 262,144 tokens, and a larger rope_theta that depends on the model.

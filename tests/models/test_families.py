@@ -313,6 +313,7 @@ SIZES = {  # Named size: model_type, and published keys beside the defaults of t
   "Qwen1.5-MoE-A2.7B": ("qwen2_moe", {CONTEXT: 8192} | rope("default", 1e6)),
   "SmolLM3-3B": ("smollm3", {CONTEXT: 65_536} | rope("default", 5e6)),
   "Mixtral-8x7B-v0.1": ("mixtral", {CONTEXT: 32_768}),
+  "Qwen3.5-9B": ("qwen3_5_text", {CONTEXT: 262_144} | rope("default", 1e7)),
   "Qwen3.5-27B": (
     "qwen3_5_text",
     {CONTEXT: 262_144}
