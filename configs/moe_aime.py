@@ -54,7 +54,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       model=common.model(common.size("Qwen3.5-35B-A3B" if arg else "Qwen3-30B-A3B-Base")),
       compute=dict(logits_chunk=2048),  # Qwen3 has 151,936 logits per token, Qwen3.5 has 248,320.
       # The most slots with whole windows. For a mean response of 8,192 tokens, `aot --search` finds
-      # slots=2048 with cache_tokens=22_470_656 faster, by 26 s of sampling per iteration.
+      # slots=2048 with cache_tokens=22_601_728 faster, by 26 s of sampling per iteration.
       engine=dict(slots=1024),
       # The torus of 64 chips has three sides of 4. Two sides form the axis fsdp, one the axis
       # expert. The sampler's experts are split over fsdp alone, 16 chips, so tokens travel less far

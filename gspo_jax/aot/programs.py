@@ -147,9 +147,9 @@ class Case:
 
     The n slots of a device share its pages. The sum of their filled positions has the mean
     n·`filled`. The sum's standard deviation is taken as √n·`filled`, since the standard deviation
-    of an exponential length equals the mean. The size is the mean plus two standard deviations, at
-    least one window, rounded up to whole pages. If full windows do not take more pages, 0 is
-    returned, which means a full window per slot.
+    of an exponential length equals the mean. The size is the mean plus two standard deviations and
+    half a page per slot, as last pages are half empty; at least a page per slot and one window. If
+    full windows do not take more pages, 0 is returned, which means a full window per slot.
 
     Args:
       slots: slots over all devices.
@@ -157,7 +157,8 @@ class Case:
     """
     n, page = slots // shards, self.engine.page_tokens
     window_pages = -(-self.workload.window // page) + 1
-    pages = max(window_pages, math.ceil(self.filled * (n + 2 * math.sqrt(n)) / page))
+    filled = self.filled / page
+    pages = max(window_pages, n, math.ceil(n * (filled + 0.5) + 2 * math.sqrt(n) * filled))
     return 0 if pages >= n * window_pages else pages * page * shards
 
   @property

@@ -264,6 +264,12 @@ def test_slots_have_caches_for_all_windows_and_for_the_lengths_that_are_assumed(
   assert by_slots[64] == {0} and max(by_slots[4096]) < 1.4 * 4096 * case.filled
 
 
+def test_responses_shorter_than_a_page_take_one_each():
+  case = search.changed(flagship(), engine=dict(page_tokens=4096))
+  case = dataclasses.replace(case, mean_prompt=16, mean_response=16)
+  assert case.pool(64 * 100, 64) == 64 * 100 * 4096
+
+
 def test_more_slots_need_more_memory_and_fewer_steps():
   case, mesh = flagship(), sharding.make_mesh(MeshConfig(1, 2, 4, 1))
   engines = dict(
