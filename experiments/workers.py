@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+PAGES = dict(GLIBC_TUNABLES="glibc.malloc.hugetlb=1")  # Large pages, see docs/speed.md.
 Answer = dict[str, Any]
 
 
@@ -42,7 +43,7 @@ class Worker:
       self.process = subprocess.Popen(
         command(self.cores),
         cwd=ROOT,
-        env=os.environ | dict(PYTHONPATH=path),
+        env=PAGES | os.environ | dict(PYTHONPATH=path),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
