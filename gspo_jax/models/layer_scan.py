@@ -133,11 +133,27 @@ def _from_stack(table, block, layer):
     def read(w, stack):
       if w.is_expert:
         return InStack(stack, index)
-      return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), stack)
+      return jax.tree.map(lambda x: _read(x, index, len(w.inputs)), stack)
 
     return layer(carry, (index, jax.tree.map(read, table, block), replayed_experts_BTk))
 
   return from_stack
+
+
+def _read(stack, index, inputs):
+  """Slices a weight's stack.
+
+  `layers.project_heads` merges several input axes. If it merged those of a slice, XLA on TPU would
+  copy the slice at every step. So the axes are merged before the slice, and split again after it.
+
+  inputs: number of the weight's input axes.
+  """
+  shape = stack.shape[1:]
+  merges = inputs > 1 and len(shape) > inputs  # Not a scale of int8, which has no input axes.
+  if merges:
+    stack = sharding.reshape(stack, (len(stack), -1, shape[-1]), P(None, "tensor"))
+  w = jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
+  return sharding.reshape(w, shape, P("tensor")) if merges else w
 
 
 def _experts_of(config: ModelConfig, kind: Kind, block) -> ExpertWeights:
