@@ -1,4 +1,5 @@
-"""The flagship's train and decode programs, reduced, must not get worse than figures.json says.
+"""The flagship's train and decode programs, reduced, must not get worse than figures.json says. Nor
+must the decode program of Qwen3.5-35B-A3B.
 
 Figures of the compiler: bytes through HBM, how many times what is needed they are, and utilisation
 at the bound. Written anew, where a change is meant or has made them better, by
@@ -16,7 +17,7 @@ import pytest
 from support import aot
 
 FIGURES = Path(__file__).with_name("figures.json")
-TOLERANCE = 0.05
+TOLERANCE = 0.03
 LESS_IS_BETTER = dict(hbm_bytes=True, moved_over_needed=True, mfu=False)
 MODEL = dict(
   num_layers=4,
@@ -53,7 +54,9 @@ def measure(directory: Path) -> dict:
   """The figures of this version of the code, and of the compiler."""
   rows, _ = aot.compiled(directory, *OPTIONS, config="configs/moe_aime.py")
   narrow, _ = aot.compiled(directory, *INT8, config="configs/moe_aime.py")
-  rows["decode int8"] = narrow["decode"]
+  whole = "--topology=v5p:4x4x4", "--programs=decode"
+  hybrid, _ = aot.compiled(directory, *whole, config="configs/moe_aime.py:qwen3_5")
+  rows |= {"decode int8": narrow["decode"], "decode qwen3_5": hybrid["decode"]}
   figures = {name: {key: row[key] for key in LESS_IS_BETTER} for name, row in rows.items()}
   return dict(compiler=compiler(), programs=figures)
 
@@ -96,7 +99,7 @@ def test_worse_is_more_bytes_or_less_utilisation():
   def changed(**figures):
     return dict(programs=dict(train=reference["programs"]["train"] | figures))
 
-  assert worse(changed(hbm_bytes=104.0, moved_over_needed=1.0, mfu=0.48), reference) == []
+  assert worse(changed(hbm_bytes=102.0, moved_over_needed=1.0, mfu=0.49), reference) == []
   assert worse(changed(hbm_bytes=106.0), reference) == ["train hbm_bytes 100 -> 106"]
   assert worse(changed(mfu=0.47), reference) == ["train mfu 0.5 -> 0.47"]
   assert worse(changed(hbm_bytes=50.0, mfu=0.9), reference) == []
