@@ -35,11 +35,13 @@ def flip_experts(
 
   Args:
     params: the trainer's parameters.
-    response: response with recorded experts.
+    response: response with recorded experts. Without, as in evaluations, it is returned unchanged.
     probability: probability of a flip, per token and layer.
     model: configuration of the model.
     compute: dtype and implementations of the forward pass.
   """
+  if response.experts is None:
+    return response
   experts_Tlk, start = response.experts, len(response.request.prompt)
   T, layers, _ = experts_Tlk.shape
   flipped_Tl = np.zeros((T, layers), bool)
@@ -49,7 +51,7 @@ def flip_experts(
   after = (0, -T % PIECE)
   padded_Tlk = np.pad(experts_Tlk, (after, (0, 0), (0, 0)), constant_values=NO_EXPERT)
   ranked_Tlj = rank_experts(params, np.pad(tokens_T, after), padded_Tlk, model, compute)
-  changed_Tlk = with_next_best(experts_Tlk, np.asarray(ranked_Tlj)[:T])
+  changed_Tlk = with_next_best(experts_Tlk, ranked_Tlj[:T])
   experts = np.where(flipped_Tl[..., None], changed_Tlk, experts_Tlk)
   return dataclasses.replace(response, experts=experts)
 
@@ -70,31 +72,42 @@ def with_next_best(experts_Xk: np.ndarray, ranked_Xj: np.ndarray) -> np.ndarray:
   return np.where(lowest_Xk, best_X1, experts_Xk).astype(experts_Xk.dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "compute"))
 def rank_experts(
+  params: Any,
+  tokens_T: np.ndarray,
+  experts_Tlk: np.ndarray,
+  model: ModelConfig,
+  compute: ComputeConfig,
+) -> np.ndarray:
+  """Returns the k + 1 experts with the highest scores, int32 [T, l, k + 1], by descending score."""
+  ranked_llTj = np.asarray(_rank_in_rows(params, tokens_T, experts_Tlk, model, compute))
+  return np.moveaxis(np.diagonal(ranked_llTj), -1, 1)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "compute"))
+def _rank_in_rows(
   params: Any,
   tokens_T: jax.Array,
   experts_Tlk: jax.Array,
   model: ModelConfig,
   compute: ComputeConfig,
 ) -> jax.Array:
-  """Returns the k + 1 experts with the highest scores, int32 [T, l, k + 1], by descending score.
+  """Returns the experts of all layers in a row for each layer, int32 [l, rows, T, k + 1].
 
-  A router chooses k + 1 experts in row i for layer i. All other layers of the row replay the
+  The router of layer i chooses k + 1 experts in row i. All other layers of the row replay the
   recorded experts, with no expert beside them. So each router sees the sampler's hidden states.
   """
   T, layers, _ = experts_Tlk.shape
   no_more = jnp.full((T, layers, 1), model.num_experts, jnp.int32)
   experts_lTj = jnp.moveaxis(jnp.concatenate([experts_Tlk, no_more], axis=-1), 1, 0)
   own_ll = jnp.eye(layers, dtype=bool)
-  ranked_lBTj = transformer.forward(
+  return transformer.forward(
     params,
     dataclasses.replace(model, experts_per_token=model.experts_per_token + 1),
     jnp.broadcast_to(tokens_T, (layers, T)),
     routing=jnp.where(own_ll[..., None, None], NO_EXPERT, experts_lTj[:, None]),
     compute=compute,
   ).routing_lBTk
-  return jnp.moveaxis(jnp.diagonal(ranked_lBTj), -1, 1)
 
 
 def train(run: Run, probability: str) -> None:

@@ -46,6 +46,6 @@ def add_noise(response: Response, kind: str, scale: float) -> Response:
 
 
 def train(run: Run, kind: str, scale: str) -> None:
-  """Trains with noise on the sampler's log-probs. Evaluations have no noise."""
+  """Trains with noise on the sampler's log-probs."""
   engine = ChangedEngine(run.engine, lambda _, x: add_noise(x, kind, float(scale)))
   main.run_job(dataclasses.replace(run, engine=engine))

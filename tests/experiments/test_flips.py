@@ -11,9 +11,11 @@ from support.small_models import MOE, initial
 
 from experiments import flips
 from experiments.engines import ChangedEngine
+from gspo_jax import sharding
 from gspo_jax.models import transformer
 from gspo_jax.models.experts import moe
 from gspo_jax.sampling import LocalEngine, Request, SamplingConfig, Workload
+from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.model import REFERENCE
 
 # Experts of three layers, in two scans.
@@ -25,15 +27,18 @@ def sampled(probability):
   """Returns responses with recorded experts, by prompt and sample."""
   change = functools.partial(flips.flip_experts, probability=probability, model=MODEL)
   engine = ChangedEngine(LocalEngine(MODEL), change)
-  engine.load(initial(MODEL), 0)
-  sampling = SamplingConfig(max_new_tokens=COUNT)
-  engine.start(Workload(sampling, 5, trajectories=8, group_size=2, record_routing=True))
-  for prompt in PROMPTS:
-    engine.submit(Request(prompt, COUNT, samples=2))
-  responses = []
-  while engine.busy:
-    responses += engine.step()
-  return {(r.request.prompt, r.sample): r for r in responses + engine.stop()}
+  workload = Workload(
+    SamplingConfig(max_new_tokens=COUNT), 5, trajectories=8, group_size=2, record_routing=True
+  )
+  with jax.set_mesh(sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])):  # As in a run.
+    engine.load(initial(MODEL), 0)
+    engine.start(workload)
+    for prompt in PROMPTS:
+      engine.submit(Request(prompt, COUNT, samples=2))
+    responses = []
+    while engine.busy:
+      responses += engine.step()
+    return {(r.request.prompt, r.sample): r for r in responses + engine.stop()}
 
 
 @functools.cache
@@ -67,6 +72,11 @@ def test_a_flip_follows_seed_prompt_sample_and_position_alone():
   assert ((other.experts != response.experts).any(-1) != changed_Tl).any()
 
 
+def test_responses_without_recorded_experts_are_unchanged():
+  response = dataclasses.replace(next(iter(recorded().values())), experts=None)
+  assert flips.flip_experts(initial(MODEL), response, 1.0, MODEL) is response
+
+
 def test_ranks_are_those_of_the_scores_under_the_recorded_experts(monkeypatch):
   tokens = transformer.example_tokens(MODEL, 1, 9)
   params, other = initial(MODEL), initial(MODEL, seed=1)
@@ -86,7 +96,7 @@ def test_ranks_are_those_of_the_scores_under_the_recorded_experts(monkeypatch):
   recorded = np.moveaxis(old[:, 0], 0, 1)
   ranked = flips.rank_experts(params, tokens[0], recorded, MODEL, REFERENCE)
   expected = np.argsort(-np.stack(scores)[:, 0], -1)[..., : MODEL.experts_per_token + 1]
-  np.testing.assert_array_equal(np.moveaxis(np.asarray(ranked), 1, 0), expected)
+  np.testing.assert_array_equal(np.moveaxis(ranked, 1, 0), expected)
 
 
 @pytest.mark.parametrize(
