@@ -79,7 +79,10 @@ def rank_experts(
   model: ModelConfig,
   compute: ComputeConfig,
 ) -> np.ndarray:
-  """Returns the k + 1 experts with the highest scores, int32 [T, l, k + 1], by descending score."""
+  """Ranks the experts of each token and layer.
+
+  Returns the k + 1 experts with the highest scores, int32 [T, l, k + 1], by descending score.
+  """
   ranked_llTj = np.asarray(_rank_in_rows(params, tokens_T, experts_Tlk, model, compute))
   return np.moveaxis(np.diagonal(ranked_llTj), -1, 1)
 
@@ -92,7 +95,7 @@ def _rank_in_rows(
   model: ModelConfig,
   compute: ComputeConfig,
 ) -> jax.Array:
-  """Returns the experts of all layers in a row for each layer, int32 [l, rows, T, k + 1].
+  """Returns experts of all layers, one row per layer, int32 [l, rows, T, k + 1].
 
   The router of layer i chooses k + 1 experts in row i. All other layers of the row replay the
   recorded experts, with no expert beside them. So each router sees the sampler's hidden states.
