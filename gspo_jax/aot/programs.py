@@ -157,8 +157,8 @@ class Case:
     """
     n, page = slots // shards, self.engine.page_tokens
     window_pages = -(-self.workload.window // page) + 1
-    filled = self.filled / page
-    pages = max(window_pages, n, math.ceil(n * (filled + 0.5) + 2 * math.sqrt(n) * filled))
+    filled_pages = (n + 2 * math.sqrt(n)) * self.filled / page
+    pages = max(window_pages, n, math.ceil(filled_pages + n / 2))
     return 0 if pages >= n * window_pages else pages * page * shards
 
   @property
