@@ -120,7 +120,7 @@ def reusable(
 
   Its cold start must be that in `home`: one from other code or another machine differs.
   """
-  cold_start = job.start or job
+  cold_start = job.cold_start
   for store in stores:
     runs = store.runs
     rows = runs[(runs.run == job.run) & (runs.status == DONE)]

@@ -75,8 +75,11 @@ class Runner:
       missing_jobs.append(job)
     starts: dict[tuple, Job] = {}
     for job in missing_jobs:
-      if not self.finished(job.start) and job.start.key not in self.tried:
-        starts[job.start.key] = job.start
+      chain, start = [], job.start
+      while start and not self.finished(start) and start.key not in self.tried:
+        chain.append(start)
+        start = start.start
+      starts |= {start.key: start for start in reversed(chain)}
     return [*starts.values(), *missing_jobs]
 
   def finished(self, job: Job) -> bool:
@@ -117,6 +120,11 @@ class Runner:
     workdir = job.workdir(self.home)
     if self.store.status(job) == FAILED:
       shutil.rmtree(workdir, ignore_errors=True)
+    if job.stage == runs.START and job.start and not workdir.exists():  # Continues a shorter one.
+      copied = shutil.copytree(
+        job.start.workdir(self.home), workdir.with_suffix(".part"), dirs_exist_ok=True
+      )
+      Path(copied).rename(workdir)
     row = dict(status=INTERRUPTED, reason="under way, or the runner was killed")
     self.store.add_row(self.names(job) | row | dict(seconds=self.seconds(job)))
     return dict(job.values) | dict(weights=job.weights(self.home))

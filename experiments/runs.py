@@ -37,12 +37,17 @@ class Job:
   changes: Changes  # Changes of the base in the results, without the seed.
   values: Mapping[str, Any]  # The whole configuration. `weights` is that of the cold start.
   base: str
-  start: "Job | None" = None  # The cold start; None for a cold start itself.
+  start: "Job | None" = None  # The cold start. That of a cold start is a shorter one, or None.
   measure: str = ""  # See Experiment.
 
   @property
   def key(self) -> tuple[str, str, int]:
     return self.stage, self.condition, self.seed
+
+  @property
+  def cold_start(self) -> "Job":
+    """Returns the run's cold start; that of a cold start is itself."""
+    return self if self.stage == START else self.start
 
   @functools.cached_property
   def run(self) -> str:
@@ -66,7 +71,7 @@ class Job:
 
   def weights(self, home: Path) -> str:
     """Returns the value of the key `weights`."""
-    return self.values["weights"] if self.start is None else str(self.start.workdir(home))
+    return self.values["weights"] if self.stage == START else str(self.start.workdir(home))
 
   def command(self, home: Path) -> str:
     """Returns the run's command line."""
@@ -176,8 +181,26 @@ def _start(jobs: dict, experiment: Experiment, changes: Changes, seed: int) -> J
   differing = {key: value for key, value in changes.items() if key not in experiment.common}
   differing.pop("sft.max_tokens", None)
   name = f"cold start {format_changes(differing)}".strip()
-  job = Job(name, START, seed, changes, values, experiment.base)
+  job = Job(name, START, seed, changes, values, experiment.base, _shorter(jobs, values))
   return jobs.setdefault(job.key, job)
+
+
+def _shorter(jobs: Mapping[Any, Job], values: Mapping[str, Any]) -> Job | None:
+  """Returns the longest planned cold start that a longer one continues, or None.
+
+  Their updates are the same, since a constant learning rate ignores the number of updates.
+  """
+  if values["sft_optimizer"]["schedule"] != "constant":
+    return None
+  steps = values["sft"]["steps"]
+
+  def lengthened(job: Job) -> dict[str, Any]:
+    return flat(job.values) | {"sft.steps": steps, "checkpoint.every": max(1, steps)}
+
+  starts = [job for job in jobs.values() if job.stage == START]
+  shorter = [job for job in starts if job.values["sft"]["steps"] < steps]
+  continued = [job for job in shorter if lengthened(job) == flat(values)]
+  return max(continued, key=lambda job: job.values["sft"]["steps"], default=None)
 
 
 @functools.cache

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -205,6 +206,24 @@ def test_runs_without_their_cold_start_fail_with_it(home):
   )  # fmt: skip
   assert home.statuses()["gspo 0"] == "done"
   assert dict(home.run(retry=True)) == {"sft gspo 1": 1, "rl gspo 1": 1, "rl grpo 1": 1}
+
+
+def test_a_longer_cold_start_begins_with_a_copy_of_the_shorter_one(home):
+  conditions = tuple(Condition(f"{steps}", {"sft.steps": steps}) for steps in (40, 80))
+  common = {"sft_optimizer.schedule": "constant"}
+  e = dataclasses.replace(E, conditions=conditions, seeds=(0,), common=common)
+  runner = run.Runner(e, home.store, home.path)
+  short, long = (job for job in runner.missing() if job.stage == runs.START)
+  assert runner.ready([short]) is None  # The longer one waits.
+  home.run(e)
+  checkpoint, copy = (job.workdir(home.path) / "checkpoints/40" for job in (short, long))
+  checkpoint.touch()
+  shutil.rmtree(long.workdir(home.path))
+  runner.begin(long)
+  assert copy.exists()
+  copy.unlink()
+  runner.begin(long)  # This continues its run, and does not copy again.
+  assert not copy.exists()
 
 
 @pytest.mark.long

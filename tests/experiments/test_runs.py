@@ -49,6 +49,21 @@ def test_a_change_of_the_model_has_a_cold_start_of_its_own(tmp_path):
   }
 
 
+def test_a_longer_cold_start_continues_a_shorter_one(tmp_path):
+  def lengths(schedule):
+    changes = [{"sft.steps": steps} for steps in (40, 160, 80)]
+    changes.append({"sft.steps": 200, "sft.batch": 64})
+    common = {"sft_optimizer.schedule": schedule}
+    conditions = tuple(Condition(f"{x}", x) for x in changes)
+    jobs = plan(tmp_path, conditions=conditions, seeds=(0,), common=common)
+    starts = {j.values["sft"]["steps"]: j for j in jobs if j.stage == runs.START}
+    assert all(start.weights(tmp_path) == "random" for start in starts.values())
+    return {n: j.start and j.start.values["sft"]["steps"] for n, j in starts.items()}
+
+  assert lengths("constant") == {40: None, 160: 40, 80: 40, 200: None}
+  assert {*lengths("linear").values()} == {None}
+
+
 def test_a_run_is_the_same_whatever_says_so(tmp_path):
   """A default value, the place in the experiment and the interval of saving do not matter."""
   rate = runs.applied(E.base, {})["rl_optimizer"]["learning_rate"]
