@@ -186,9 +186,9 @@ def _start(jobs: dict, experiment: Experiment, changes: Changes, seed: int) -> J
 
 
 def _shorter(jobs: Mapping[Any, Job], values: Mapping[str, Any]) -> Job | None:
-  """Returns the longest planned cold start that a longer one continues, or None.
+  """Returns the longest planned cold start with fewer updates, or None.
 
-  Their updates are the same, since a constant learning rate ignores the number of updates.
+  With a constant learning rate, the longer cold start repeats these updates.
   """
   if values["sft_optimizer"]["schedule"] != "constant":
     return None

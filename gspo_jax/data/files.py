@@ -57,7 +57,8 @@ class Skipped:
     """
     try:
       yield
-    except (BadRow, RecursionError) as error:  # Deeply nested JSON raises RecursionError.
+    # Deeply nested JSON raises RecursionError, and half a surrogate pair UnicodeError.
+    except (BadRow, RecursionError, UnicodeError) as error:
       if self._raises:
         hint = "or set data.on_error=skip to exclude such rows"
         raise DataError(f"{place}: {error}, {hint}") from error
@@ -135,9 +136,10 @@ def named(spec: str, key: str) -> list[epath.Path]:
     if file.name.endswith(tuple(_READERS)):
       continue
     if file.is_dir():
-      ending = next((ending for ending in _READERS if any(file.glob(f"*{ending}"))), ".jsonl")
+      patterns = [f"{depth}*{ending}" for depth in ("", "*/") for ending in _READERS]
+      pattern = next((pattern for pattern in patterns if any(file.glob(pattern))), "*.jsonl")
       raise DataError(
-        f"{key}: {file} is a directory: name its files, such as --config.{key}='{file}/*{ending}'"
+        f"{key}: {file} is a directory: name its files, such as --config.{key}='{file}/{pattern}'"
       )
     raise DataError(f"{key}: {file} ends in none of {', '.join(_READERS)}")
   return files
@@ -196,7 +198,11 @@ def _parquet(file: epath.Path) -> Numbered:
       raise BadRow(f"{error}. Correct the row") from error
 
   with file.open("rb") as stream:
-    batches = parquet.ParquetFile(stream).iter_batches()
+    table = parquet.ParquetFile(stream)
+    names = table.schema_arrow.names
+    if twice := {name for name in names if names.count(name) > 1}:
+      raise ValueError(f"two columns have the name {min(twice)!r}")
+    batches = table.iter_batches()
     rows = ((batch, i) for batch in batches for i in range(batch.num_rows))
     for number, (batch, i) in enumerate(rows, 1):
       yield number, functools.partial(decode, batch, i)

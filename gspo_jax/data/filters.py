@@ -23,6 +23,8 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
 }
 ORDER = ("<=", ">=", "<", ">")  # Operators for values that have an order.
 _CONDITION = re.compile(r"\s*([\w.]+)\s*(==|!=|<=|>=|<|>|=~|!~)\s*(.+?)\s*")
+_JOINED = re.compile(r"(?:&&|\|\||\b(?:AND|OR|or)\b)\s*[\w.]+\s*[=!<>]")  # Not by `and`.
+_WEIGHT = re.compile(r"(?<!\d):\d*\.?\d+$|:0?\.\d+$")  # A source's weight after its conditions.
 _NUMBER = re.compile(r"(?:(?<![^\s(:])[-+−])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
 _WORDS = re.compile(r"(?:[^\W\d_]|[\s:#.,()%$°'\"/_−-])*")  # Allowed text around a number.
 _MULTIPLIED = re.compile(r"\d\s?[kKM]\b")  # A number with a multiplier: 2.5k.
@@ -121,12 +123,19 @@ def conditions(text: str, key: str) -> tuple[Condition, ...]:
         f"{key}: {part!r} is not a condition; write field==value, with one of"
         f" {' '.join(_OPERATORS)} =~ !~, and join several with `and`"
       )
-    if match[2] in ("=~", "!~"):
+    field, op, value = match.groups()
+    if op in ("=~", "!~"):
       try:
-        re.compile(match[3])
+        re.compile(value)
       except re.error as error:
         raise DataError(f"{key}: {part!r}: {error}") from error
-    parsed.append(Condition(*match.groups()))
+    elif _JOINED.search(value):
+      raise DataError(f"{key}: {part!r}: join conditions with `and`, and there is no `or`")
+    elif _WEIGHT.search(value):
+      raise DataError(f"{key}: {part!r}: write the weight before `where`")
+    else:
+      value = re.sub(r"""(["'])(.*)\1""", r"\2", value)  # A shell's habit: field=="a b".
+    parsed.append(Condition(field, op, value))
   return tuple(parsed)
 
 

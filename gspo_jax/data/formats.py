@@ -34,6 +34,9 @@ JSON = "json:"
 # Maximum number of characters of a field in `Prompt.info`, to limit memory.
 MAX_INFO = 1000
 _EXACT = decimal.Context(prec=80)  # Decimals of Parquet have up to 76 digits.
+# Roles of messages that are no question, or no answer.
+_NOT_ASKING = ("system", "developer", "assistant", "gpt")
+_NOT_ANSWERING = ("system", "developer", "user", "human")
 # Names of special tokens that stand for an image, a video or a sound, such as <|image_pad|>.
 _MEDIA = re.compile(r"<[^<>]*(?:image|video|vision|audio)[^<>]*>|\[IMG[^\[\]]*\]")
 
@@ -134,7 +137,9 @@ def prompt(
   whole, answer = _answer(row, form)
   demonstration = whole
   if form.demonstration:
-    demonstration = text_of(row, form.demonstration, form.key("demonstration_field"))
+    key = form.key("demonstration_field")
+    _refuse_roles(row, form.demonstration, key, _NOT_ANSWERING)
+    demonstration = text_of(row, form.demonstration, key)
   template = form.template
   starter = row.get(form.starter) if form.starter else None
   if starter:
@@ -164,6 +169,7 @@ def render_prompt(tok: tokenizer.Tokenizer, messages: Sequence[Mapping[str, str]
   """
   try:
     text = tok.chat(messages)
+    text.encode()  # Half of a surrogate pair raises UnicodeError: a bad row.
   except tokenizer.TokenizerError as error:
     raise BadRow(f"{error}, or the messages of the row") from error
   for match in _MEDIA.finditer(text):
@@ -184,20 +190,36 @@ def _messages(row: Mapping[str, Any], form: Format) -> list[dict[str, Any]]:
   key = form.key("question_field")
   value = None if "{" in form.question else _lookup(row, form.question, key)
   if not (isinstance(value, list | tuple) and all(isinstance(m, Mapping) for m in value)):
-    head, _, tail = form.question.rpartition(".")
-    speaker = _lookup(row, head, key) if head and tail == "content" else None
-    if isinstance(speaker, Mapping) and speaker.get("role") in ("system", "developer"):
-      raise BadRow(
-        f"{form.question!r} is a system message. Set {key}={head.rpartition('.')[0]}, the list of"
-        " all messages"
-      )
+    _refuse_roles(row, form.question, key, _NOT_ASKING)
     return [dict(role="user", content=text_of(row, form.question, key, numbers=False))]
-  messages = list(value)
+  messages = [_as_openai(message) for message in value]
   while messages and messages[-1].get("role") != "user":
     messages.pop()
   if not messages:
     raise BadRow(f"the field {form.question!r} has no message of the role user. Correct the row")
   return [dict(m, content=text_of(m, "content", key, numbers=False)) for m in messages]
+
+
+def _as_openai(message: Mapping[str, Any]) -> Mapping[str, Any]:
+  """Converts a message of ShareGPT to `role` and `content`."""
+  if "role" in message or "from" not in message:
+    return message
+  role = str(message["from"])
+  names = dict(human="user", gpt="assistant")
+  return dict(role=names.get(role, role), content=message.get("value"))
+
+
+def _refuse_roles(row: Mapping[str, Any], name: str, key: str, roles: Collection[str]) -> None:
+  """Raises BadRow for the text of a message with one of these roles."""
+  head, _, tail = name.rpartition(".")
+  if not head or tail not in ("content", "value") or name in row:
+    return
+  message = _lookup(row, head, key)
+  role = message.get("role", message.get("from")) if isinstance(message, Mapping) else None
+  if role in roles:
+    last = f".-1.{tail}, the last message"
+    advice = ", the list of all messages" if roles == _NOT_ASKING else last
+    raise BadRow(f"{name!r} is a {role} message. Set {key}={head.rpartition('.')[0]}{advice}")
 
 
 def _further(
@@ -242,6 +264,7 @@ def _answer(row: Mapping[str, Any], form: Format) -> tuple[str, str]:
     values = {new or old: _lookup_all(row, old, key) for new, _, old in pairs}
     answer = json.dumps(values | further, default=_plain)
     return answer, answer
+  _refuse_roles(row, form.answer, form.key("answer_field"), _NOT_ANSWERING)
   whole = text_of(row, form.answer, form.key("answer_field"))
   if form.answer_pattern == BOXED:
     answer = math_answer.boxed(whole) or ""
@@ -297,12 +320,12 @@ def text_of(row: Mapping[str, Any], name: str, key: str, numbers: bool = True) -
 
 
 def _lookup(row: Mapping[str, Any], name: str, key: str) -> Any:
-  """Returns a field by its name, which may be dotted: `info.answer`, `messages.1.content`."""
+  """Returns a field by its name, which may be dotted: `info.answer`, `messages.-1.content`."""
   value = row
   for part in [name] if name in row else name.split("."):
     if isinstance(value, Mapping) and part in value:
       value = value[part]
-    elif isinstance(value, list | tuple) and part.isdecimal() and int(part) < len(value):
+    elif isinstance(value, list | tuple) and part in map(str, range(-len(value), len(value))):
       value = value[int(part)]
     else:
       fields = ", ".join(map(repr, row))

@@ -137,10 +137,15 @@ def test_unknown_kind_of_file(tmp_path):
     load(tmp_path / "a.csv")
 
 
-@pytest.mark.parametrize("name, ending", [("a.csv", "jsonl"), ("a.parquet", "parquet")])
-def test_a_directory_is_answered_with_the_pattern_of_its_files(name, ending, tmp_path):
+@pytest.mark.parametrize(
+  "name, pattern",
+  [("a.csv", "*.jsonl"), ("a.parquet", "*.parquet"), ("data/a.parquet", "*/*.parquet")],
+)
+def test_a_directory_is_answered_with_the_pattern_of_its_files(name, pattern, tmp_path):
+  (tmp_path / name).parent.mkdir(exist_ok=True)
   (tmp_path / name).touch()
-  message = rf"is a directory: name its files, such as --config.data.train='/.*/\*\.{ending}'$"
+  files = re.escape(f"{tmp_path}/{pattern}")
+  message = rf"is a directory: name its files, such as --config.data.train='{files}'$"
   with pytest.raises(sources.DataError, match=message):
     load(tmp_path)
 

@@ -36,12 +36,61 @@ def test_rows_of_messages(tmp_path):
   assert BYTES.decode(prompt.tokens) == f"Be brief.\n{prompt.question}"
   bad = write(tmp_path / "c.jsonl", [dict(prompt=[system, queue], answer="2")])
   with pytest.raises(
-    sources.DataError, match=r"a system message\. Set data\.question_field=prompt,"
+    sources.DataError, match=r"a system message\. Set data\.question_field=prompt, the list"
   ):
     load(bad, question_field="prompt.0.content")
   bad = write(tmp_path / "d.jsonl", [dict(prompt=[system], answer="2")])
   with pytest.raises(sources.DataError, match="no message of the role user"):
     load(bad, question_field="prompt")
+
+
+@pytest.mark.parametrize("role, text", [("role", "content"), ("from", "value")])
+def test_fields_of_messages_are_those_of_the_right_role(role, text, tmp_path):
+  names = ("human", "gpt") if role == "from" else ("user", "assistant")
+
+  def message(name, words):
+    return {role: name, text: words}
+
+  short = [message(names[0], "1+1?"), message(names[1], "2")]
+  path = write(tmp_path / "a.jsonl", [dict(m=short), dict(m=[message("system", "Brief."), *short])])
+  fields = dict(question_field="m", answer_field=f"m.-1.{text}", demonstration_field=f"m.-1.{text}")
+  assert [(p.question, p.answer, p.demonstration) for p in load(path, **fields)] == [
+    ("1+1?", "2", "2")
+  ] * 2
+  for name in ("answer_field", "demonstration_field"):
+    message = rf"line 2: 'm\.1\.{text}' is a {names[0]} message\. Set data.{name}=m\.-1"
+    with pytest.raises(sources.DataError, match=message):
+      load(path, **fields | {name: f"m.1.{text}"})
+  with pytest.raises(sources.DataError, match=f"line 1: .* is a {names[1]} message"):
+    load(path, **fields | dict(question_field=f"m.1.{text}"))
+
+
+def test_rows_that_are_not_utf8_are_bad_rows(tmp_path):
+  import pyarrow as pa
+  from pyarrow import parquet
+
+  image = pa.array([b"\xff", None], pa.binary())
+  table = pa.table(dict(question=["1?", "2?"], answer=["1", "2"], image=image))
+  parquet.write_table(table, tmp_path / "a.parquet")
+  for spec, fields in ("where image!=x", {}), ("", dict(answer_field="json:answer,image")):
+    with pytest.raises(sources.DataError, match=r"a.parquet, row 1: 'utf-8' codec"):
+      load(f"{tmp_path}/a.parquet {spec}", **fields)
+    assert len(load(f"{tmp_path}/a.parquet {spec}", on_error="skip", **fields)) == 1
+  row = dict(
+    question="1?", starter_code="\ud800", input_output='{"inputs": ["1"], "outputs": ["2"]}'
+  )
+  with pytest.raises(sources.DataError, match=r"a.jsonl, line 1: .* surrogates not allowed"):
+    load(f"apps@{write(tmp_path / 'a.jsonl', [row])}")
+
+
+def test_a_repeated_column_is_named(tmp_path):
+  import pyarrow as pa
+  from pyarrow import parquet
+
+  table = pa.table([pa.array(["1?"])] * 2, names=["question", "question"])
+  parquet.write_table(table, tmp_path / "a.parquet")
+  with pytest.raises(sources.DataError, match=r"a.parquet .*two columns have the name 'question'"):
+    load(f"{tmp_path}/a.parquet", on_error="skip")
 
 
 def test_a_question_of_fields_takes_numbers_and_a_number_alone_is_refused(tmp_path):
