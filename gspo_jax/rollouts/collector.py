@@ -313,8 +313,8 @@ class Collector:
     self, prompts: Sequence[Prompt], size: int | Sequence[int], seed: int
   ) -> list[list[Trajectory]]:
     longest, vocab_size = self._workload.prompt_length, self._workload.vocabulary
-    make, render = self._environment, self._render
-    return new_groups(prompts, size, seed, longest, make, render, vocab_size=vocab_size)
+    make, render, threads = self._environment, self._render, self._config.environment.workers
+    return new_groups(prompts, size, seed, longest, make, render, None, vocab_size, threads)
 
   def _render(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
     return self._tokenizer.encode(self._tokenizer.chat(messages))
@@ -394,6 +394,7 @@ class Collector:
     for name in self._stateful.keys() & state.keys():
       self._stateful[name].set_state(state[name])
     limits = self._config.data.max_prompt_tokens, self._config.sampling.max_new_tokens
-    self._in_flight = restored(state["under_way"], self._environment, *limits)
+    threads = self._config.environment.workers
+    self._in_flight = restored(state["under_way"], self._environment, *limits, threads)
     if self._in_flight:  # These are resumed even if `rl.partial` is off by now.
       self._workload = dataclasses.replace(self._workload, partial=True)

@@ -173,7 +173,11 @@ def filled(group: Group, size: int, prompt: Sequence[int] = (), reason: str = NO
 
 
 def restored(
-  states: Iterable[Mapping[str, Any]], make: Make | None, longest_prompt: int, longest: int
+  states: Iterable[Mapping[str, Any]],
+  make: Make | None,
+  longest_prompt: int,
+  longest: int,
+  workers: int = 0,
 ) -> list[Group]:
   """Restores unscored groups, and the environments of unfinished conversations.
 
@@ -186,6 +190,7 @@ def restored(
     make: constructor of environments. None means single turns.
     longest_prompt: value of `data.max_prompt_tokens`.
     longest: value of `sampling.max_new_tokens`.
+    workers: value of `environment.workers`.
 
   Raises:
     ValueError: a prompt is longer than `longest_prompt`.
@@ -197,9 +202,7 @@ def restored(
   if make is None:
     return groups
   pairs = [(x, group.prompt) for group in groups for x in group.trajectories if not x.finished]
-  failures = hosts.run_on_first_host(
-    lambda: [conversations.resume(trajectory, make, prompt) for trajectory, prompt in pairs]
-  )
+  failures = hosts.run_on_first_host(lambda: conversations.resume(pairs, make, workers))
   for (trajectory, _), failure in zip(pairs, failures, strict=True):
     if failure:
       trajectory.fail(failure)

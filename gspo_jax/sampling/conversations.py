@@ -84,43 +84,66 @@ class Beginning(NamedTuple):
 
 
 def begin(
-  make: Make, prompt: Prompt, longest: int, render: Render | None, vocab_size: int
-) -> Beginning:
-  """Creates an environment and resets it. Never raises for a fault of the environment.
+  make: Make,
+  prompts: Sequence[Prompt],
+  longest: int,
+  render: Render | None,
+  vocab_size: int,
+  threads: int = 0,
+) -> list[Beginning]:
+  """Creates environments and resets them. Never raises for a fault of an environment.
 
   Args:
-    make: constructor of the environment.
-    prompt: problem of the conversation.
+    make: constructor of an environment.
+    prompts: problems of the conversations.
     longest: maximum number of prompt tokens.
     render: function from messages to token ids; None for environments without messages.
     vocab_size: exclusive upper bound on token ids.
+    threads: `environment.workers`.
   """
 
-  def reset() -> Beginning:
+  def reset(prompt: Prompt) -> Beginning:
     environment = make(prompt)
     name = f"{type(environment).__name__}.reset()"
     return Beginning(_prompt(environment.reset(), name, longest, render, vocab_size), environment)
 
-  value, reason = _call(reset, time_limit(make))
-  return value or Beginning(failure=f"the environment of prompt {prompt.id} cannot begin: {reason}")
+  results = _call([(reset, (prompt,), time_limit(make)) for prompt in prompts], threads)
+  failed = "the environment of prompt {} cannot begin: {}".format
+  return [
+    beginning or Beginning(failure=failed(prompt.id, reason))
+    for prompt, (beginning, reason) in zip(prompts, results, strict=True)
+  ]
 
 
-def resume(trajectory: Trajectory, make: Make, prompt: Prompt) -> str:
-  """Creates `trajectory.environment` after a restore, and repeats the past turns.
+def resume(
+  conversations: Sequence[tuple[Trajectory, Prompt]], make: Make, threads: int = 0
+) -> list[str]:
+  """Creates environments of restored trajectories, and repeats their past turns.
+
+  Args:
+    conversations: each trajectory and its prompt; sets `Trajectory.environment`.
+    make: constructor of an environment.
+    threads: `environment.workers`.
 
   Returns:
-    A description of the failure; "" if there is none.
+    A description of each trajectory's failure; "" if there is none.
   """
 
-  def repeat() -> Environment:
+  def repeat(trajectory: Trajectory, prompt: Prompt) -> Environment:
     environment = make(prompt)
     environment.reset()
     for turn in range(trajectory.turn):
       environment.step(trajectory.tokens[trajectory.turns == turn].tolist())
     return environment
 
-  trajectory.environment, reason = _call(repeat, time_limit(make) * (1 + trajectory.turn))
-  return reason and f"the environment of prompt {prompt.id} cannot repeat its turns: {reason}"
+  limit_s = time_limit(make)
+  results = _call([(repeat, x, limit_s * (1 + x[0].turn)) for x in conversations], threads)
+  failures = []
+  for (trajectory, prompt), (environment, reason) in zip(conversations, results, strict=True):
+    trajectory.environment = environment
+    failed = f"the environment of prompt {prompt.id} cannot repeat its turns: {reason}"
+    failures.append(failed if reason else "")
+  return failures
 
 
 def step(environment: Environment, turn: Turn) -> Answer:
@@ -175,9 +198,22 @@ def answer(call: concurrent.futures.Future) -> Answer:
   )
 
 
-def _call(function: Callable, limit_s: float) -> tuple[Any, str]:
-  """Calls a function; returns its value and "", or None and the failure's description."""
-  call = workers.shared(1).run(function, limit_s=limit_s)
+def _call(
+  functions: Sequence[tuple[Callable, tuple, float]], threads: int
+) -> list[tuple[Any, str]]:
+  """Calls functions with arguments and time limits, in threads.
+
+  Returns:
+    Each function's value and "", or None and the failure's description.
+  """
+  pool = workers.shared(max(1, threads))
+  calls = [pool.submit(f, *arguments, limit_s=limit_s) for f, arguments, limit_s in functions]
+  pool.wait(calls)
+  return [_result(call) for call in calls]
+
+
+def _result(call: concurrent.futures.Future) -> tuple[Any, str]:
+  """Returns a finished call's value and "", or None and the failure's description."""
   error = call.exception()
   if error is None:
     return call.result(), ""

@@ -225,6 +225,7 @@ def new_groups(
   render: Render | None = None,
   tags: Sequence[Any] | None = None,
   vocab_size: int = 2**31,
+  workers: int = 0,
 ) -> list[list[Trajectory]]:
   """Creates one group of new trajectories for each prompt.
 
@@ -240,6 +241,7 @@ def new_groups(
     render: function from messages to token ids. None if no environment has messages.
     tags: labels of the groups, for the caller and for error messages. None means the prompts' ids.
     vocab_size: exclusive upper bound on token ids of an environment's prompt.
+    workers: number of threads that create environments; 0 means one.
   """
   groups, next_sample = [], collections.Counter()  # Next sample number of each prompt's tokens.
   sizes = [size] * len(prompts) if isinstance(size, int) else size
@@ -248,7 +250,7 @@ def new_groups(
   if make is None:
     beginnings = iter([Beginning(x.tokens, SingleTurn(x.tokens)) for x in repeated])
   else:
-    beginnings = iter(_beginnings(repeated, longest, make, render, vocab_size))
+    beginnings = iter(_beginnings(repeated, longest, make, render, vocab_size, workers))
   for tag, size in zip(tags, sizes, strict=True):
     group = list(itertools.islice(beginnings, size))
     # Environments choose their prompts (`reset`), so the prompts of a group may differ.
@@ -270,12 +272,13 @@ def _beginnings(
   make: Callable[[Prompt], Environment],
   render: Render | None,
   vocab_size: int,
+  workers: int,
 ) -> list[Beginning]:
   """Begins a conversation for each prompt. On hosts other than the first, environments are None."""
   local: list[Beginning] = []
 
   def begin() -> list[Beginning]:
-    local.extend(conversations.begin(make, x, longest, render, vocab_size) for x in prompts)
+    local.extend(conversations.begin(make, prompts, longest, render, vocab_size, workers))
     return [beginning._replace(environment=None) for beginning in local]
 
   shared = hosts.run_on_first_host(begin)

@@ -264,7 +264,8 @@ def test_calls_are_known_again_after_a_checkpoint_in_the_middle_of_a_conversatio
   rest = first.copy()
   state = json.loads(json.dumps(first.get_state()))
   resumed = Trajectory.from_state(state, None)
-  assert not conversations.resume(resumed, lambda prompt: Calculator(prompt, TOK), prompt)
+  failures = conversations.resume([(resumed, prompt)], lambda prompt: Calculator(prompt, TOK))
+  assert failures == [""]
   say(resumed, *CHECKED[2:])
   assert resumed.calls == whole.calls == (1, 1, 1, 0)
   assert resumed.figures == whole.figures

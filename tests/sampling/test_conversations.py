@@ -284,7 +284,7 @@ def test_turns_that_cannot_be_repeated_are_a_failure(fails):
     False,
     [3, 2, 1, STOP, 5, 4],
   )
-  failure = conversations.resume(restored, Once, Prompt("a", "", "", (4, 3)))
+  (failure,) = conversations.resume([(restored, Prompt("a", "", "", (4, 3)))], Once)
   assert bool(failure) == bool(fails)
   if fails:
     assert "prompt a cannot repeat its turns: " in failure
@@ -292,6 +292,26 @@ def test_turns_that_cannot_be_repeated_are_a_failure(fails):
     assert restored.finished and restored.turn == 2 and not restored.rewards[4:].any()
   else:
     assert restored.environment.turns == 1
+
+
+@pytest.mark.parametrize("threads", [0, 4])
+def test_environments_begin_and_resume_in_as_many_threads_as_workers(threads):
+  """With workers, all four calls meet at the barrier; without, one thread never passes it."""
+  barrier, order = threading.Barrier(4), []
+
+  class Meets(Plain):
+    def __init__(self, prompt):
+      super().__init__(prompt)
+      order.append(prompt.id)
+      if threads:
+        barrier.wait(10)
+
+  prompts = [Prompt(name, "", "", (4, 3)) for name in "abcd"]
+  groups = new_groups(prompts, 1, 0, 4, Meets, workers=threads)
+  assert [x.failure for (x,) in groups] == [""] * 4
+  assert sorted(order) == [*"abcd"] and (threads or order == [*"abcd"])
+  pairs = [(x, prompt) for (x,), prompt in zip(groups, prompts)]
+  assert conversations.resume(pairs, Meets, threads) == [""] * 4
 
 
 @pytest.mark.parametrize("workers", [0, 2])
