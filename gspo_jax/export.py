@@ -8,11 +8,14 @@ and `--config.weights=DIR` can read DIR. With --adapters, DIR has only the adapt
 format. The command runs on the CPU, and needs memory for one copy of the weights.
 """
 
+import contextlib
 import json
 import os
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from gspo_jax.cli import before_jax
 
@@ -30,7 +33,7 @@ from gspo_jax.runs import weight_source
 from gspo_jax.runs.weight_source import RunCheckpoint
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.passes import sampler_types
-from gspo_jax.system import hub, jsons
+from gspo_jax.system import files, hub, jsons
 from gspo_jax.system.arguments import Parser
 
 
@@ -60,6 +63,7 @@ def export(
     ValueError: the checkpoint does not exist, is damaged, or has no model configuration; the
       tokenizer is missing; the directory is not empty; there are no adapters to write, or PEFT
       cannot read them; or a value is NaN or exceeds the range of `dtype`.
+    WriteError: the directory cannot be written, for example on a full disk.
   """
   checkpoint = weight_source.find(run, "RUN")
   if checkpoint is None:
@@ -83,17 +87,36 @@ def export(
   with jax.set_mesh(mesh):
     if adapters:
       params = checkpoint.load_with_adapters(model, mesh)
-      peft.save(directory, params, model, checkpoint.adapters, _base(checkpoint, base))
     else:
       # Float32 keeps values above 65504, the largest float16, so that `save` can refuse them.
-      loaded = checkpoint.load(model, mesh, "float32" if dtype == "float16" else dtype)
-      hf.save(directory, loaded, model, dtype=dtype, more=ids, like=_origin(checkpoint))
-  generation = directory / "generation_config.json"
+      params = checkpoint.load(model, mesh, "float32" if dtype == "float16" else dtype)
+    with _writing(directory):
+      if adapters:
+        peft.save(directory, params, model, checkpoint.adapters, _base(checkpoint, base))
+      else:
+        hf.save(directory, params, model, dtype=dtype, more=ids, like=_origin(checkpoint))
+      _save_tokenizer(directory, tokenizer, ids)
+  return checkpoint
+
+
+def _save_tokenizer(directory: Path, tokenizer: str, ids: Mapping[str, Any]) -> None:
+  """Copies a tokenizer's files, and adds the ids to generation_config.json."""
   if tokenizer != "bytes":
     tokenizers.copy(hub.directory(tokenizer), directory)
+  generation = directory / "generation_config.json"
   sampling = jsons.read_object(generation) if generation.exists() else {}
-  generation.write_text(json.dumps(sampling | ids, indent=2) + "\n")
-  return checkpoint
+  generation.write_text(json.dumps(sampling | dict(ids), indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def _writing(directory: Path) -> Iterator[None]:
+  """Removes the new directory if the block fails. Converts an OSError to a WriteError."""
+  try:
+    with files.writing(directory):
+      yield
+  except BaseException:
+    shutil.rmtree(directory, ignore_errors=True)  # The same command must work again.
+    raise
 
 
 def _base(checkpoint: RunCheckpoint, name: str = "") -> str:
@@ -152,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   jax.config.update("jax_platforms", "cpu")
   try:
     checkpoint = export(**vars(options))
-  except (ValueError, OSError) as error:
+  except (ValueError, OSError, files.WriteError) as error:
     parser.error(str(error))
   origin = "" if options.base or not options.adapters else _unpublished_base(checkpoint)
   if origin:

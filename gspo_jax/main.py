@@ -34,7 +34,6 @@ from gspo_jax.cli.flags import (
 )
 from gspo_jax.evaluation import statistics
 from gspo_jax.inputs import model_of_weights, read_inputs
-from gspo_jax.report import page
 from gspo_jax.run import Run, open_run, rehearse
 from gspo_jax.runs import checkpoint, nonfinite, paths, provenance
 from gspo_jax.sampling import ServersGone
@@ -79,7 +78,8 @@ def main(argv: list[str]) -> None:
       run_job(run)
       if jax.process_index() == 0:
         sys.stderr.writelines(result_lines(run))
-        sys.stderr.write(f"report: {page.write_report(workdir)}\n")
+        if path := run.report.write():
+          sys.stderr.write(f"report: {path}\n")
   except (ValueError, OSError) as error:
     refuse(error)
   except nonfinite.NonFiniteError as error:

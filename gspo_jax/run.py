@@ -164,11 +164,21 @@ def open_run(inputs: Inputs) -> Iterator[Run]:
     WriteError: the workdir cannot be written.
   """
   with (
-    lock.alone_in(inputs.workdir, inputs.config.checkpoint.directory),
+    lock.alone_in(*locked_directories(inputs.config, inputs.workdir)),
     jax.set_mesh(inputs.meshes.trainer),
     _open_parts(inputs) as run,
   ):
     yield run
+
+
+def locked_directories(config: RunConfig, workdir: Path) -> list[str | Path]:
+  """Returns the directories that a run locks, to be alone in them."""
+  directories: list[str | Path] = [workdir, config.checkpoint.directory]
+  if config.engine.name == "server" and config.engine.server.directory:
+    from gspo_jax.sampling.servers.probe import publication_directory
+
+    directories.append(publication_directory(config.engine.server, workdir))
+  return directories
 
 
 def rehearse(inputs: Inputs) -> list[float]:
@@ -178,7 +188,7 @@ def rehearse(inputs: Inputs) -> list[float]:
   """
   config, workdir = inputs.config, inputs.workdir
   if workdir is not None:
-    hosts.run_on_first_host(lambda: lock.check(workdir, config.checkpoint.directory))
+    hosts.run_on_first_host(lambda: lock.check(*locked_directories(config, workdir)))
   directory = workdir or Path()
   profiler = Profiler(config.profile, directory / "profile")
   with (

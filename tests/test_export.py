@@ -149,6 +149,27 @@ def test_values_beyond_float16_are_refused_with_the_tensor(trained, tmp_path, mo
   export.main([str(workdir), str(tmp_path / "out"), "--dtype=bfloat16"])
 
 
+@pytest.mark.parametrize("name", ["model.safetensors.partial", "config.json", "tokenizer.json"])
+def test_an_export_to_a_full_disk_names_it_and_can_be_repeated(
+  name, trained, tmp_path, monkeypatch, capsys
+):
+  arguments = [str(trained[0]), str(tmp_path / "out"), "--dtype=float32"]
+  mkdir = Path.mkdir
+
+  def mkdir_on_full_disk(path, *arguments, **options):
+    mkdir(path, *arguments, **options)
+    if path == tmp_path / "out" and not (path / name).is_symlink():
+      (path / name).symlink_to("/dev/full")
+
+  with monkeypatch.context() as patch, pytest.raises(SystemExit):
+    patch.setattr(Path, "mkdir", mkdir_on_full_disk)
+    export.main(arguments)
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line == f"gspo_jax: {tmp_path}/out cannot be written: No space left on device"
+  export.main(arguments)
+  assert hf.load(tmp_path / "out")[1] == trained[2]
+
+
 @pytest.mark.parametrize("directory", ["org/model@0123abc", ""])
 def test_parts_beside_the_language_model_are_those_of_the_first_run(trained, directory, tmp_path):
   """Also if RL started from a cold start in another workdir."""

@@ -271,7 +271,9 @@ def test_a_run_that_goes_on_with_other_code_says_so(finished, tmp_path):
   config = json.loads((workdir / "config.json").read_text())
   config["provenance"]["versions"]["jax"] = "0.4.1"
   (workdir / "config.json").write_text(json.dumps(config))
+  (workdir / "rollouts" / "best.jsonl").write_text('{"response": "4"}\n')  # The user's file.
   stderr = run(workdir, *FLAGS)
+  assert stderr.count("warning: report.html is not updated: ") == 1
   assert re.search(r"warning: this run resumes with another jax: '0\.4\.1' -> '\d", stderr)
   assert figures(workdir) == figures(finished[0])
 

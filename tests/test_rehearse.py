@@ -78,6 +78,10 @@ REFUSED = {
   ),
   "metrics that are damaged": ({}, r"metrics\.jsonl:1 is not a JSON object with a step"),
   "another run": ({}, r"another run is in .*run \(process"),
+  "another run of this name": (
+    dict(engine__name="server", engine__urls=("http://a:1",), engine__server__directory="HERE/mnt"),
+    r"another run is in .*mnt/run-[0-9a-f]{8} \(process .* set another --workdir",
+  ),
   "a format that does not fit": (
     dict(reward__format="think_answer"),
     r"reward\.format='think_answer': its tags alone take 25 tokens",
@@ -138,7 +142,8 @@ def test_a_dry_run_refuses_what_a_run_refuses(name, tmp_path, monkeypatch):
     for key, value in (RL | changes).items()
   }
   config, messages = config_of(tiny.get_config, **changes), []
-  with lock.alone_in(*[tmp_path / "run"] * (name == "another run")):
+  occupied = run.locked_directories(config, tmp_path / "run") if "another run" in name else []
+  with lock.alone_in(*occupied[-2:]):
     before = files_of(tmp_path)
     for start in (rehearsed, opened):
       with pytest.raises(ValueError, match=message) as error:

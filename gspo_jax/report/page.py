@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -21,7 +22,8 @@ from gspo_jax.report.data import Run, describe
 from gspo_jax.report.rollouts import read_rollouts
 from gspo_jax.runs import metrics, provenance
 from gspo_jax.runs.metrics import Row
-from gspo_jax.system.files import write_whole
+from gspo_jax.system.files import WriteError, write_whole
+from gspo_jax.system.text import visible
 
 MAX_RUNS = 8  # The colours of more runs would be hard to distinguish.
 EVERY_S = 30.0  # Minimum seconds between two updates of the report during a run.
@@ -45,6 +47,7 @@ class RunningReport:
     clock: Callable[[], float] = time.monotonic,
   ):
     self._workdir, self._active, self._clock, self._due = workdir, active, clock, clock()
+    self._warned = False
 
   def update(
     self, stages: Callable[[str], AbstractContextManager[None]], force: bool = False
@@ -59,9 +62,25 @@ class RunningReport:
     if not self._active or (start < self._due and not force):
       return
     with stages("report"):
-      write_report(self._workdir)
+      self.write()
     end = self._clock()
     self._due = end + max(EVERY_S, PAUSE * (end - start))
+
+  def write(self) -> Path | None:
+    """Writes the report; returns its path. If a file cannot be read, warns once and returns None.
+
+    Raises:
+      WriteError: the report cannot be written.
+    """
+    try:
+      return write_report(self._workdir)
+    except WriteError:
+      raise
+    except Exception as error:  # Old files have any content, which must not end the training.
+      if not self._warned:
+        sys.stderr.write(f"warning: report.html is not updated: {visible(str(error))}\n")
+      self._warned = True
+      return None
 
 
 def write_report(
@@ -110,11 +129,11 @@ def read_metrics(path: Path) -> list[Row]:
     if row.get("phase") not in metrics.PHASES:
       phases = ", ".join(metrics.PHASES)
       raise ValueError(
-        f"{location} has phase={row.get('phase')!r:.40}, not one of {phases}: remove the row"
+        f"{location} has phase={row.get('phase')!r:.40}, not one of {phases}: set one of them"
       )
     for name, value in row.items():
       if name != "phase" and not isinstance(value, int | float | None):
-        raise ValueError(f"{location} has {name}={value!r:.40}, which is no number: remove the row")
+        raise ValueError(f"{location} has {name}={value!r:.40}, which is no number: set null")
   return rows
 
 

@@ -73,7 +73,8 @@ def _read_run(folder: Path, limit: int, max_tokens: int) -> Row:
   selected = _spread(paths, limit)  # Each selected file has at least one response on the page.
   groups, measured, budget = [], 0, max_tokens
   for path in reversed(selected):  # From the newest file to the oldest.
-    file_groups, file_limit = _group(metrics.read_rows(path), path), max(1, limit // len(selected))
+    file_groups = _group(metrics.read_rows(path, counted=False), path)
+    file_limit = max(1, limit // len(selected))
     size = max((len(group["samples"]) for group in file_groups), default=1)
     for group in _spread(file_groups, max(1, file_limit // size)):
       samples = []

@@ -14,7 +14,7 @@ import math
 import os
 import resource
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +196,10 @@ class Writer(contextlib.AbstractContextManager):
     rows = read_rows(self._path) if self._active else []
     return [row for row in rows if row.get("phase") in phases]
 
+  def count_covered(self, phase: str, step: int) -> int:
+    """Counts the training rows up to a step of a phase. Call it on the first host only."""
+    return _training_rows(self._split(phase, step)[0])
+
   def truncate(self, phase: str, step: int) -> int:
     """Drops metrics rows of `phase` after `step`, and all rows of later training phases.
 
@@ -207,12 +211,7 @@ class Writer(contextlib.AbstractContextManager):
     """
     if not self._active:
       return 0
-    covering = (*PHASES[: PHASES.index(phase)], "eval")
-    limits = dict.fromkeys(covering, math.inf) | {phase: step}
-    covered, dropped = [], []
-    for row in read_rows(self._path):
-      is_covered = row["step"] <= limits.get(row.get("phase"), -math.inf)
-      (covered if is_covered else dropped).append(row)
+    covered, dropped = self._split(phase, step)
     # The next event file of a phase tells TensorBoard to hide steps at or above the purge step.
     self._purge = dict.fromkeys((row.get("phase") for row in dropped), 0)
     for row in covered:
@@ -226,6 +225,16 @@ class Writer(contextlib.AbstractContextManager):
       self._open()
     self.count = _training_rows(covered)
     return len(dropped)
+
+  def _split(self, phase: str, step: int) -> tuple[list[Row], list[Row]]:
+    """Returns the rows up to a step of a phase, and the later rows."""
+    covering = (*PHASES[: PHASES.index(phase)], "eval")
+    limits = dict.fromkeys(covering, math.inf) | {phase: step}
+    covered, dropped = [], []
+    for row in read_rows(self._path):
+      is_covered = row["step"] <= limits.get(row.get("phase"), -math.inf)
+      (covered if is_covered else dropped).append(row)
+    return covered, dropped
 
   def sync(self) -> None:
     """Waits until the metrics rows are safe from a loss of power.
@@ -305,10 +314,14 @@ def graded_reward(row: Row, prefix: str) -> float | None:
   return reward if abs(reward * judged - accuracy) >= 1e-3 else None
 
 
-def read_rows(path: str | os.PathLike) -> list[Row]:
+def read_rows(path: str | os.PathLike, counted: bool = True) -> list[Row]:
   """Reads metrics rows; [] if the file does not exist.
 
   An incomplete last line is ignored, since `kill -9` may leave such a line.
+
+  Args:
+    path: path of the file.
+    counted: whether checkpoints count the rows, so that a damaged line must not be removed.
 
   Raises:
     ValueError: a line is not a JSON object with a step; the message names the line.
@@ -324,12 +337,23 @@ def read_rows(path: str | os.PathLike) -> list[Row]:
       if not isinstance(row["step"], int):
         raise TypeError(f"step is {row['step']!r}")
     except (ValueError, TypeError, LookupError, RecursionError) as error:
+      remedy = f"restore the line, or replace it by {_placeholder(rows)}"
       raise ValueError(
         f"{path}:{number} is not a JSON object with a step ({error or type(error).__name__}): "
-        "remove the line"
+        f"{remedy if counted else 'remove the line'}"
       ) from error
     rows.append(row)
   return rows
+
+
+def _placeholder(rows: Sequence[Row]) -> str:
+  """Returns a metrics row without values, as JSON. Checkpoints count it like the row after `rows`.
+
+  rows: all earlier rows.
+  """
+  trained = [row for row in rows if row.get("phase") in ("sft", "rl")]
+  previous = trained[-1] if trained else dict(phase="sft", step=0)
+  return json.dumps(dict(phase=previous["phase"], step=previous["step"] + 1))
 
 
 def _training_rows(rows: Iterable[Row]) -> int:

@@ -196,6 +196,8 @@ def dump(
   checkpoint.save_state(directory / "state", state)
   fetched = [sharding.fetch(batch) for batch in batches]
   if hosts.is_first():
+    for earlier in directory.glob("batch_*.npz"):  # Of an earlier failure at this step.
+      earlier.unlink()
     for i, batch in enumerate(fetched):
       leaves = jax.tree_util.tree_leaves_with_path(batch)
       arrays = {path[-1].name: np.asarray(leaf) for path, leaf in leaves}

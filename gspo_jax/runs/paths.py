@@ -31,9 +31,10 @@ def check_paths(config: RunConfig, workdir: Path | None = None) -> None:
     _check_checkpoints(config.checkpoint.directory, workdir)
   if config.engine.name == "server" and (directory := config.engine.server.directory):
     named = f"--config.engine.server.directory={directory}"
-    if "://" in directory:
+    if not Path(directory).is_absolute():
       raise ValueError(
-        f"{named}: servers read it as a local directory; set a path that all servers can read"
+        f"{named}: servers read it as a local directory; write an absolute path that all servers "
+        "can read"
       )
     files.check_writable(named, directory)
 

@@ -1,14 +1,18 @@
 """A phase of a run, "sft" or "rl": resuming, reporting metrics, saving checkpoints."""
 
 import contextlib
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+from etils import epath
 
 from gspo_jax.runs.alarms import Alarms
 from gspo_jax.runs.checkpoint import Checkpointer
 from gspo_jax.runs.goodput import Goodput
 from gspo_jax.runs.metrics import Row, Stopwatch, Writer, compute
+from gspo_jax.runs.mirror import FOLDER
 from gspo_jax.runs.nonfinite import Guard
 from gspo_jax.runs.progress import Progress
 from gspo_jax.settings.training import AlarmConfig
@@ -81,9 +85,9 @@ class Phase:
       reported = step if host["pending"] is None else step - 1
     else:
       step, state, host, reported = 0, start(), None, -1
+    if host is not None:  # Before `truncate`, since a refused start must not change the file.
+      hosts.run_on_first_host(lambda: self._require_rows(step, reported, host["rows"]))
     dropped = self._writer.truncate(self._name, reported)
-    covered = host["rows"] if host else 0
-    hosts.run_on_first_host(lambda: self._require_rows(step, covered))
     if dropped and host is None:
       sys.stderr.write(
         f"phase {self._name} has no checkpoint and restarts from the beginning; {dropped} of its "
@@ -186,15 +190,22 @@ class Phase:
     host = dict(position=self._position(), pending=pending, rows=self._writer.count)
     self._checkpoints.save(self._step, self._state, host, None if row is None else compute(row))
 
-  def _require_rows(self, step: int, covered: int) -> None:
+  def _require_rows(self, step: int, reported: int, covered: int) -> None:
     """Raises ValueError if metrics.jsonl lacks rows before the checkpoint of `step`."""
-    if self._writer.count < covered:
-      path = self._checkpoints.directory / str(step)
-      raise ValueError(
-        f"metrics.jsonl has only {self._writer.count} of the {covered} rows written before "
-        f"checkpoint {path}: restore the file, or remove this checkpoint to resume from the "
-        "previous one"
-      )
+    count = self._writer.count_covered(self._name, reported)
+    if count >= covered:
+      return
+    if directory := self._checkpoints.config.directory:  # It has a copy of the workdir.
+      remedy = f"copy {epath.Path(directory) / FOLDER / 'metrics.jsonl'} to the workdir"
+      if not self._writer.count:
+        remedy += ", or set another checkpoint.directory if this one belongs to another run"
+    else:
+      row = json.dumps(dict(phase=self._name, step=reported))
+      remedy = f"restore the missing lines, or insert a line like {row} in the place of each"
+    raise ValueError(
+      f"metrics.jsonl has only {count} of the {covered} rows written before checkpoint "
+      f"{self._checkpoints.directory / str(step)}: {remedy}"
+    )
 
   def __enter__(self) -> "Phase":
     self._stack.enter_context(preemption.watch(self._checkpoints.config.grace_s))

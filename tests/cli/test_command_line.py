@@ -366,6 +366,10 @@ REFUSED = {
     "engine__name": "server", "engine__urls": ("http://127.0.0.1:1",),
     "engine__server__directory": "gs://x",
   },
+  r"engine\.server\.directory=~/x: servers .*; write an absolute path that all": {
+    "engine__name": "server", "engine__urls": ("http://127.0.0.1:1",),
+    "engine__server__directory": "~/x",
+  },
   r"checkpoint\.directory=ck: write an absolute path": {"checkpoint__directory": "ck"},
   r"checkpoint\.directory=.*run/ck lies in the workdir": {"checkpoint__directory": "HERE/run/ck"},
   r"reward\.per_line=True: reward\.name='arithmetic' scores whole": {

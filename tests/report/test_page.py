@@ -21,6 +21,7 @@ from support.reported_runs import (
 from gspo_jax.report import curves, data, page
 from gspo_jax.report.__main__ import main
 from gspo_jax.report.page import unique_names, write_report
+from gspo_jax.system.files import WriteError
 
 
 @pytest.fixture
@@ -192,6 +193,33 @@ def test_a_running_report_is_written_at_once_then_seldom(tmp_path, monkeypatch):
   assert len(written) == 3
 
 
+@pytest.mark.parametrize(
+  "name, line, remedy",
+  [
+    ("rollouts/best.jsonl", '{"response": "4"}', "remove the line"),
+    ("rollouts/rl_1.jsonl", '{"step": 1, "prompt_id": 1}', "remove the line of this response"),
+    ("metrics.jsonl", '{"phase": "rl", "step": 1, "loss": "low"}', "set null"),
+  ],
+)
+def test_a_file_that_cannot_be_read_is_a_warning_during_a_run(tmp_path, capsys, name, line, remedy):
+  path = tmp_path / name
+  path.parent.mkdir(exist_ok=True)
+  path.write_text(line + "\n")
+  report = page.RunningReport(tmp_path)
+  for _ in range(2):
+    report.update(contextlib.nullcontext, force=True)
+  assert report.write() is None
+  (warning,) = capsys.readouterr().err.splitlines()
+  assert warning.startswith(f"warning: report.html is not updated: {path}")
+  assert warning.endswith(f": {remedy}")
+  path.unlink()
+  assert report.write() == tmp_path / "report.html"
+  (tmp_path / "report.html").unlink()
+  (tmp_path / "report.html").mkdir()
+  with pytest.raises(WriteError):
+    report.write()
+
+
 def test_stages_have_the_same_colors_in_all_charts():
   rows = [{"phase": "sft", "step": i, "time/update": 2.0 * i, "goodput/update": 0.5,
            "goodput/wait": 0.1 * i} for i in (1, 2)]  # fmt: skip
@@ -314,9 +342,9 @@ def test_long_curves_are_thinned_and_bands_keep_their_extremes():
 @pytest.mark.parametrize(
   "row, message",
   [
-    ('{"step": 1}', "row of step 1 has phase=None, not one of sft, rl, eval"),
+    ('{"step": 1}', "row of step 1 has phase=None, not one of sft, rl, eval: set one"),
     ('{"step": 1, "phase": ["rl"]}', "row of step 1 has phase="),
-    ('{"step": 1, "phase": "rl", "loss": "low"}', "loss='low', which is no number"),
+    ('{"step": 1, "phase": "rl", "loss": "low"}', "loss='low', which is no number: set null"),
     ("[1]", "metrics.jsonl:1 is not a JSON object with a step"),
   ],
 )

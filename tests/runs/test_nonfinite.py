@@ -134,6 +134,9 @@ def test_mini_batches_come_back_in_the_order_of_their_updates(tmp_path):
   directory = nonfinite.dump(epath.Path(tmp_path), {}, row(1), "", start(), batches)
   _, dumped = nonfinite.load(directory)
   chex.assert_trees_all_equal(dumped, batches)
+  nonfinite.dump(epath.Path(tmp_path), {}, row(1), "", start(), batches[7:8])  # After a resume.
+  _, dumped = nonfinite.load(directory)
+  chex.assert_trees_all_equal(dumped, batches[7:8])
 
 
 def test_the_batch_of_a_cold_start_is_on_every_host_and_is_dumped_once(tmp_path, monkeypatch):

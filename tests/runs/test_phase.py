@@ -28,7 +28,7 @@ class Nothing:
 def phase_with(**parts):
   """Makes a phase at its start; its checkpoints, writer and guard only have these methods."""
   part = SimpleNamespace(
-    directory=epath.Path("checkpoints/rl"), count=0, sync=bool,
+    directory=epath.Path("checkpoints/rl"), count=0, count_covered=lambda *_: 0, sync=bool,
     restore_newest=lambda like: None, latest=lambda: None, metrics=dict, close=bool,
     truncate=lambda *_: 0, rows=lambda *_: [],
     start=lambda state, *_, **__: state, check=lambda *_: None, check_saved=lambda *_: None,
@@ -84,13 +84,28 @@ def test_rows_are_on_disk_before_their_checkpoint():
   assert events == ["row", "disk", ("checkpoint", 3)]
 
 
-def test_a_checkpoint_without_its_rows_is_refused():
-  host = dict(position={}, pending=None, rows=3)
-  with pytest.raises(
-    ValueError, match="only 2 of the 3 rows written before checkpoint checkpoints/rl/1"
-  ):
-    phase_with(restore_newest=lambda like: (1, {}, host), count=2)
-  phase_with(restore_newest=lambda like: (1, {}, host), count=3)
+@pytest.mark.parametrize(
+  "directory, count, remedy",
+  [
+    ("", 2, r'restore the missing lines, or insert a line like {"phase": "rl", "step": 1} in'),
+    ("/bucket", 2, r"copy /bucket/workdir/metrics\.jsonl to the workdir$"),
+    ("/bucket", 0, r"copy .* to the workdir, or set another checkpoint\.directory if"),
+  ],
+)
+def test_a_checkpoint_without_its_rows_is_refused_and_no_row_is_dropped(directory, count, remedy):
+  host, calls = dict(position={}, pending=None, rows=3), []
+  parts = dict(
+    restore_newest=lambda like: (1, {}, host),
+    config=CheckpointConfig(directory=directory),
+    truncate=lambda *arguments: calls.append(arguments) or 0,
+    count=count,
+  )
+  message = f"only {count} of the 3 rows written before checkpoint checkpoints/rl/1: {remedy}"
+  with pytest.raises(ValueError, match=message):
+    phase_with(count_covered=lambda *_: count, **parts)
+  assert not calls
+  phase_with(count_covered=lambda *_: 3, **parts)
+  assert calls == [("rl", 1)]
 
 
 def test_a_host_without_rows_has_the_skips_of_the_first_hosts_rows(monkeypatch):

@@ -147,10 +147,15 @@ def test_removed_or_replaced_metrics_stop_the_run(change, tmp_path):
 @pytest.mark.parametrize("line", ["garbage", "3", "[]", "{}", '{"step": "1"}', "\0\0", "[" * 10**5])
 def test_a_damaged_row_is_named(line, tmp_path):
   path = tmp_path / "metrics.jsonl"
-  path.write_text(json.dumps(ROW) + "\n" + line + "\n" + json.dumps(ROW) + "\n")
-  with pytest.raises(ValueError, match=f"{path}:2 is not .*: remove the line") as raised:
+  rows = [json.dumps(ROW | dict(step=step)) for step in (1, 2, 3)]
+  path.write_text("\n".join([rows[0], line, rows[2], ""]))
+  with pytest.raises(ValueError, match=f"{path}:2 is not .*: restore the line, or") as raised:
     metrics.Writer(tmp_path)
   assert "\n" not in str(raised.value)
+  placeholder = str(raised.value).partition("replace it by ")[2]
+  path.write_text("\n".join([rows[0], placeholder, rows[2], ""]))
+  with metrics.Writer(tmp_path) as writer:
+    assert writer.count_covered("rl", 2) == 2 and writer.truncate("rl", 2) == 1
 
 
 @pytest.mark.parametrize("text", ["garbage", "3", "[]", '{"provenance": 1}', "\udcff", "[" * 10**5])

@@ -7,6 +7,7 @@ import itertools
 import re
 import threading
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -49,14 +50,14 @@ def make(tmp_path):
   """
   with contextlib.ExitStack() as stack:
 
-    def make(servers=1, load=True, detokenize=None, temperature=0.8, **config):
+    def make(servers=1, load=True, detokenize=None, temperature=0.8, workdir=tmp_path, **config):
       if isinstance(servers, int):
         servers = [FakeServer() for _ in range(servers)]
         for server in servers:
           stack.callback(server.die)
       urls = tuple(server.url for server in servers)
       config = EngineConfig(name="server", urls=urls, server=ServerConfig(**QUICK | config))
-      options = dict(workdir=tmp_path, window=24, temperature=temperature)
+      options = dict(workdir=workdir, window=24, temperature=temperature)
       engine = ServerEngine(MODEL, config, REFERENCE, detokenize=detokenize, **options)
       stack.enter_context(engine)
       if load:
@@ -542,6 +543,24 @@ def test_directories_that_are_not_complete_are_not_among_the_last_two(tmp_path):
   probe.write_weights(tmp_path / "weights_000007", weights(), MODEL)
   names = sorted(path.name for path in tmp_path.iterdir())
   assert names == ["weights_000005", "weights_000007"]
+
+
+def test_runs_in_one_directory_keep_their_weights_and_those_of_others(make, tmp_path, monkeypatch):
+  shared = tmp_path / "shared"
+  others = [shared / "weights_2025-11-30", shared / "weights_000000", shared / "weights_1.partial"]
+  for path in others:
+    path.mkdir(parents=True)
+  server, first = make(load=False, directory=str(shared), workdir=tmp_path / "first")
+  _, second = make(load=False, directory=str(shared), workdir=tmp_path / "second")
+  first.load(weights(1), 1)
+  for version in (1, 2, 3):
+    second.load(weights(2), version)
+  first._find_servers(probe.read_weights(first._weights))  # As after the server's restart.
+  check(first, 1)
+  assert all(path.is_dir() for path in others)
+  monkeypatch.chdir(tmp_path)
+  *_, resumed = make([server], directory=str(shared), workdir=Path("first"))
+  assert resumed._weights.parent == first._weights.parent and len(list(shared.iterdir())) == 5
 
 
 def test_a_tokenizer_goes_with_weights_and_what_changes_sampling_does_not(tmp_path):

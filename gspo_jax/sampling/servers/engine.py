@@ -77,17 +77,17 @@ class ServerEngine:
     to_hf(model, "float32")  # Raises ValueError if no Hugging Face model fits.
     self._model, self._server = model, config.server
     self._publish, self._detokenize, self._tokenizer = publish, detokenize, tokenizer
-    self._directory = Path(self._server.directory or workdir.absolute() / "published")
     compute = config.compute(compute)
     self._tolerance = self._server.tolerance or (0.1 if compute.dtype == "bfloat16" else 0.005)
     routing = routing and model.num_experts > 0
     self._probe = probe.Probe(model, compute, window, temperature, routing)
     self._pool: ServerPool | None = None  # None on all hosts but the first.
 
-    def connect() -> None:
+    def connect() -> Path:
       self._pool = ServerPool(config.urls, self._server, model)
+      return probe.publication_directory(self._server, workdir)
 
-    hosts.run_on_first_host(connect, ServersGone)
+    self._directory = hosts.run_on_first_host(connect, ServersGone)
     self._weights: Path | None = None  # Directory of the newest weights.
     self._version = -1
     # One thread may load weights while another steps. Only the loading thread uses the devices.

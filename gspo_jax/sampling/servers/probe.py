@@ -13,6 +13,7 @@ import functools
 import io
 import os
 import shutil
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from gspo_jax.models import transformer
 from gspo_jax.models.experts import routing
 from gspo_jax.sampling.engine import ServersGone
 from gspo_jax.settings.model import ComputeConfig, ModelConfig
-from gspo_jax.settings.sampling import SamplingConfig
+from gspo_jax.settings.sampling import SamplingConfig, ServerConfig
 from gspo_jax.system import hosts
 
 # Kinds of failures, in the order of docs/engines.md.
@@ -177,6 +178,17 @@ def _read_experts(
     f"are {inputs} tokens before the last one, {len(moe_layers)} layers with experts, and "
     f"{model.experts_per_token} experts per token with ids below {model.num_experts}",
   )
+
+
+def publication_directory(server: ServerConfig, workdir: Path) -> Path:
+  """Returns the directory of a run's published weights, the same after a resume.
+
+  In `engine.server.directory`, each run has a folder, since runs delete old weights.
+  """
+  if not server.directory:
+    return workdir.absolute() / "published"
+  path = workdir.resolve()
+  return Path(server.directory) / f"{path.name}-{zlib.crc32(os.fsencode(path)):08x}"
 
 
 def write_weights(
