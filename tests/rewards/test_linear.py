@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from support.cost import assert_linear
+from support.cost import LEAST, assert_linear, seconds
 from support.prompts import prompts
 
 from gspo_jax.data.tokenizer import ByteTokenizer
@@ -104,6 +104,29 @@ def assert_linear_cost(reader, texts):
 @pytest.mark.parametrize("reader", READERS)
 def test_cost_is_linear(reader):
   assert_linear_cost(reader, HOSTILE[:: SLOW.get(reader, 1)])
+
+
+# A sentence is searched for in the last 2,000 characters, and a box has at most 1,000. So longer
+# texts show no growth, and have no first line.
+SEARCHED = [("We think.¶" + first, unit, last) for first, unit, last in HOSTILE] + [
+  *[("We think.¶", "␣", "so it is 5."), ("We think.¶5^", "␣", "x"), (r"\boxed{5^", "␣", "x}")],
+  *[("We think.¶It is 1", unit, "x") for unit in ("␣", "~", r"\,")],
+  *[("It is it x", "␣", "ab= 5+5 =10 ?"), ("√", "is␣", "5"), ("x", "is␣a␣", "5")],
+  *[(r"\text{because␣", "~", "{5"), ("Since␣", ",␣", "the answer is 5")],
+  *[("", "number␣of␣who␣", "is 5"), ("number of a ", "who␣", "is 5"), ("other", "␣", "x is 5")],
+]
+
+
+@pytest.mark.parametrize("reader", ["math", "math, cut off"])
+def test_cost_of_a_search_is_linear(reader):
+  """Four times the length may take at most eight times as long."""
+  for hostile in SEARCHED:
+    times = [LEAST]
+    for length in (500, 1000, 2000):
+      text = (text_of(hostile, length),)
+      times.append(min(seconds(READERS[reader], text) for _ in range(3)))
+      bound = length / 250 * max(times[:2])
+      assert times[-1] <= bound, f"{hostile}: {length} characters take {times[-1]:.3f} s"
 
 
 @pytest.mark.long

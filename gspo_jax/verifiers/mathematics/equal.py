@@ -21,7 +21,7 @@ from gspo_jax.verifiers.mathematics.nodes import (
   Word,
 )
 from gspo_jax.verifiers.mathematics.quantity import Quantity, same
-from gspo_jax.verifiers.mathematics.spelling import normalise
+from gspo_jax.verifiers.mathematics.spelling import TEXT, normalise
 from gspo_jax.verifiers.mathematics.tokens import fold
 from gspo_jax.verifiers.mathematics.units import Unit
 from gspo_jax.verifiers.mathematics.values import rational
@@ -87,6 +87,9 @@ def _spelling(node) -> str | None:
 
 def _same_named(gold, ours) -> bool:
   """Compares answers, at least one of them with a name, such as x = 5."""
+  lists = [_distribute(node) for node in (gold, ours)]
+  if all(isinstance(node, Group | Region) for node in lists):
+    return same_answer(*lists)
   if isinstance(gold, Named) and isinstance(ours, Named):
     if gold.parameter != ours.parameter and None not in (gold.parameter, ours.parameter):
       ours = _rename_parameter(ours, gold.parameter)
@@ -99,6 +102,16 @@ def _same_named(gold, ours) -> bool:
   if isinstance(ours, Named) and ours.name in names.CONSTANTS:
     return False  # A constant has no other value: i = 18 is false.
   return same_answer(*(node.value if isinstance(node, Named) else node for node in (gold, ours)))
+
+
+def _distribute(node):
+  """Converts (x, y) = (1, 2) to the list x = 1, y = 2. Returns other nodes unchanged."""
+  if not isinstance(node, Named) or "(" in node.name or not isinstance(node.value, Group):
+    return node
+  labels, group = node.name.split(","), node.value
+  if group.brackets != "()" or not len(labels) == len(group.items) > 1:
+    return node
+  return Group("list", tuple(map(Named, labels, group.items)))
 
 
 def _rename_parameter(function: Named, parameter: str) -> Named:
@@ -196,11 +209,11 @@ def _same_group(gold: Group, ours: Group) -> bool:
   if kinds in ({"ratio"}, {"list", "tuple"}):
     bracket = next((g.brackets for g in (gold, ours) if g.kind == "tuple"), "()")
     return bracket == "()" and _in_order(gold.items, ours.items)
+  # If only one side has names (x = 1, y = 2 against 1, 2), the order counts. A set has none.
+  ordered = _has_labels(gold) != _has_labels(ours)
   if kinds == {"list"}:
-    # If only one side has names (x = 1, y = 2 against 1, 2), the order counts.
-    same = _any_order if _has_labels(gold) == _has_labels(ours) else _in_order
-    return same(gold.items, ours.items)
-  if "tuple" in kinds:
+    return (_in_order if ordered else _any_order)(gold.items, ours.items)
+  if "tuple" in kinds or ordered:
     return False
   if kinds == {"set"}:
     return all(
@@ -336,13 +349,28 @@ def _pieces(region: sp.Set) -> list[tuple] | None:
   return sorted(pieces, key=lambda piece: [sp.N(piece[0]), sp.N(piece[1])])
 
 
+# A month or a clock time, whose spelling varies in case and full stops.
+_DATE = re.compile(
+  r"\b(?:january|february|march|april|may|june|july|august|september|october|november|december)\b"
+  r"|\d [ap]m\b"
+)
+
+
 def same_text(gold: str, ours: str) -> bool:
   """Compares texts. Dollar signs and repeated spaces do not count.
 
-  If both texts consist of words, `fold` first unifies their capitals.
+  If both texts consist of words, `fold` first unifies their capitals. Dates and clock times are
+  compared without regard to case, and "p.m." is PM.
   """
   a, b = (" ".join(normalise(text).replace("$", " ").split()) for text in (gold, ours))
   words = re.compile(r"(?:\\text\s*\{)?([A-Za-z][A-Za-z' ,-]{2,})\}?")
   if words.fullmatch(a) and words.fullmatch(b):
     a, b = (fold(words.fullmatch(text)[1]) for text in (a, b))
-  return a == b
+  return a == b or _date(a) == _date(b) is not None
+
+
+def _date(text: str) -> str | None:
+  """Returns a date or clock time in lower case, without full stops. Returns None for other text."""
+  text = " ".join(TEXT.sub(r" \1", text).casefold().split())
+  text = re.sub(r"(?: |(?<=:\d\d))([ap])(?:\. ?m\.?|m)(?![a-z])", r" \1m", text)
+  return text if _DATE.search(text) else None

@@ -8,11 +8,12 @@ take time linear in the text.
 import re
 
 from gspo_jax.verifiers import string_match, thought
-from gspo_jax.verifiers.mathematics import quantity, spelling, units
-from gspo_jax.verifiers.mathematics.spelling import DENIAL, FORMULA, TEXT, inside, plain, trim
+from gspo_jax.verifiers.mathematics import denials, quantity, spelling, units
+from gspo_jax.verifiers.mathematics.denials import DENIAL
+from gspo_jax.verifiers.mathematics.spelling import FORMULA, TEXT, inside, plain, trim
 
 TAIL = 2000  # Number of last characters to search, of the text or of the text after the last box.
-_MAX_MATCHES = 16  # Maximum number of boxes or markers to examine, from the end.
+_MAX_MATCHES = 16  # Maximum number of boxes, markers or verbs to examine, from the end.
 BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![a-zA-Z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 # Spaces and delimiters between two boxes of a list.
@@ -63,14 +64,6 @@ _REPORT = re.compile(
   r"(?: for| by| with| an?(?: \w+)? (?:total|profit|loss|sum|distance|score) of)? )"
   r"(?:[a-df-hj-zA-Z] ?= ?)?(?=\\?[$€£]?\d)"
 )
-_NO_REPORT = re.compile(  # Words such as "could" or "hope", after which the number is no fact.
-  r"\b(?:answer|value|number|solution|could|may|might|would|should|ought|to|than|almost|any|every"
-  r"|when|once|until|till|before|after|(?:think|want|hope|wish|expect|claim|believe|sa[iy])[a-z]*"
-  r"|thought|(?-i:[a-z]+ly))\b",
-  re.IGNORECASE,
-)
-_MAY_BE = re.compile(r"\b(?:can|could|may|might|would)(?: \w+)?\s*$")
-_RETRACTION = re.compile(r"[.!?]\s+(?:no\b|wait|but|actually|that(?:'s| is) (?:wrong|not))", re.I)
 # Text after an answer and its unit that does not change them. Any text may follow words such as
 # "because"; text without digits and operators may follow words such as "at".
 _TRAILER = re.compile(
@@ -163,7 +156,7 @@ def _announced(text: str, finished: bool) -> str | None:
     if match[0] == "####" and not (finished and len(lines) < 2) and not _is_value(line):
       continue
     before = _SENTENCE.split(text[: match.start()])[-1]
-    denied = DENIAL.search(before) or _RETRACTION.search(text, match.end())
+    denied = denials.in_announcement(before) or denials.RETRACTION.search(text, match.end())
     return "" if denied else _statement(line)
   return None
 
@@ -218,12 +211,10 @@ def _stated_value(sentence: str) -> str:
     return _value(subject[1])
   if _result(sentence) and _is_value(value := _value(sentence)):
     return value
-  for verb in [*_VERB.finditer(sentence)][::-1]:
+  for verb in [*_VERB.finditer(sentence)][: -_MAX_MATCHES - 1 : -1]:
     value = _value(sentence[verb.end() :])
     if _is_value(value):
-      subject = sentence[: verb.start()]
-      clause = re.split(r"[,?]\s|\bwhich\b|(?<=\d)\s(?=it\b|$)", subject)[-1]
-      return "" if DENIAL.search(clause) or _MAY_BE.search(clause) else value
+      return "" if denials.in_subject(sentence[: verb.start()]) else value
   return _reported_value(sentence) or _value(sentence)
 
 
@@ -233,7 +224,7 @@ def _reported_value(sentence: str) -> str:
   For example, "Jojo scored 54 points" reports "54 points".
   """
   report = _REPORT.match(sentence)
-  if not report or DENIAL.search(report[1]) or _NO_REPORT.search(report[1]):
+  if not report or DENIAL.search(report[1]) or denials.NO_REPORT.search(report[1]):
     return ""
   value = _value(sentence[report.end() :])
   number = quantity.read(value)

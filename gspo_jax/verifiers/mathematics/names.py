@@ -3,8 +3,8 @@ r"""Recognises names before an equals sign, such as x or "the area". The answer 
 import re
 
 from gspo_jax.verifiers.mathematics.cuts import cut, match, split
+from gspo_jax.verifiers.mathematics.denials import DENIAL
 from gspo_jax.verifiers.mathematics.expression import GREEK
-from gspo_jax.verifiers.mathematics.spelling import DENIAL
 from gspo_jax.verifiers.mathematics.tokens import Token, is_product
 
 # Parts of `_NAME`. A letter may have a mark above it. Points name lengths and angles, such as AB

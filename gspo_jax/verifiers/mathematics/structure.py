@@ -8,6 +8,7 @@ import sympy as sp
 
 from gspo_jax.verifiers.mathematics import (
   algebra,
+  choices,
   cuts,
   equal,
   expression,
@@ -52,12 +53,6 @@ _NOTHING = re.compile(
 )
 _EVERYTHING = re.compile(r"(?:all|any|every) (?:real )?(?:numbers?|reals|values?)|all reals")
 _HALF = ("half", "one half", "a half")
-_CHOICE = re.compile(
-  r"\s*\\?(?:\(([A-J])\)\.?|([A-J])[.):](?![\w:])|([A-J])\s+(?=\d))\s*(|(?:[a-z]\s*=|-?[\d\\$.]).*)",
-  re.DOTALL,
-)
-# A command that sets the typeface of a choice's letter.
-_TYPEFACE = re.compile(r"^\s*\\(?:text\w*|mathbf|mathrm|boldsymbol|bm)\s*\{([^{}]*)\}(?:\\ )?")
 # A suffix "for all x" does not change a formula.
 _EVERY = r"(?:all|every|any|each)(?: real)?(?: numbers?)?"
 _FOR_ALL = re.compile(
@@ -86,10 +81,11 @@ def read(
   """
   try:
     text = numerals.to_digits(text)
-    choice = _CHOICE.fullmatch(_TYPEFACE.sub(r"\1 ", text))
+    choice = choices.split(text)
     if choice:
-      value = read(choice[4], tight, unit_letters, solve_inequalities) if choice[4] else None
-      return Choice(choice[1] or choice[2] or choice[3], value)
+      letter, option = choice
+      value = read(option, tight, unit_letters, solve_inequalities) if option else None
+      return Choice(letter, value)
     tokens = tokenise(_FOR_ALL.sub("", text), tight, unit_letters != "variables")
     return _Structure(unit_letters, solve_inequalities).parse(layout.unwrap(tokens))
   except _REFUSALS as error:
@@ -297,6 +293,9 @@ class _Structure:
       return None
     if not inner:
       return Region(sp.S.EmptySet) if opening in ("\\{", "{") else None
+    # Plain braces around the whole content, as in \left( {1,2} \right), only group it.
+    while opening != "{" and inner[0].text == "{" and cuts.match(inner) == len(inner) - 1 > 1:
+      inner = inner[1:-1]
     parts = split(inner)
     if len(parts) > MAX_ITEMS:
       raise Unreadable("too many items")

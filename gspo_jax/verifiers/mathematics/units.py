@@ -175,7 +175,7 @@ def parse(text: str, currency: str = "", typeset: bool = False) -> tuple[F, Unit
     typeset: whether the words are in \\text or the like. A is then amperes, and K is kelvins
       rather than 1000.
   """
-  text = spaces(text).translate(_PLAIN)
+  text = re.sub(r"\s+", " ", spaces(text).translate(_PLAIN))
   text = re.sub(r"\^?\s*circ\b ?", "°", text)
   if _TERM.search(text):
     return None

@@ -1,0 +1,38 @@
+"""Splits a multiple choice, such as (B) 5, into the letter and the option after it."""
+
+import re
+
+from gspo_jax.verifiers.mathematics.denials import DENIAL
+from gspo_jax.verifiers.mathematics.spelling import TEXT
+
+# A command that sets the typeface of a choice's letter.
+_TYPEFACE = re.compile(r"^\s*\\(?:text\w*|mathbf|mathrm|boldsymbol|bm)\s*\{([^{}]*)\}(?:\\ )?")
+_NOUN = re.compile(r"^\s*(?i:option|choice)\s+\(?([A-J])(?!\w)\)?[.:]?")
+_CHOICE = re.compile(
+  r"\s*\\?(?:\(([A-J])\)\.?|([A-J])[.):](?![\w:])|([A-J])\s+(?=\d))"
+  r"\s*(|(?:[a-z]\s*=|-?[\d\\$.]|[A-Za-z][a-z]).*)",
+  re.DOTALL,
+)
+# Words after a letter that make a sentence about it, or name another letter. They are no option.
+_SENTENCE = re.compile(
+  r"(?:is|are|was|were|can|could|may|might|must|should|would|will|do|does|did|has|had|and|fails?"
+  r"|seems?|looks|appears|excluded|rejected|discarded|eliminated|ruled)\b|.*\b[A-J]\b",
+  re.DOTALL,
+)
+
+
+def split(text: str) -> tuple[str, str] | None:
+  """Returns the letter and the option of a choice. Returns None for other text.
+
+  The option is "" for a letter alone. An option in words is returned as an argument of \\text.
+  """
+  match = _CHOICE.fullmatch(_NOUN.sub(r"(\1)", _TYPEFACE.sub(r"\1 ", text)))
+  if not match:
+    return None
+  letter, option = match[1] or match[2] or match[3], match[4]
+  words = TEXT.sub(r"\1", option).strip()
+  if re.match(r"[A-Za-z](?!\s*=)", words):
+    if _SENTENCE.match(words) or DENIAL.search(words):
+      return None
+    option = option if re.search(r"[\\{}$]", option) else rf"\text{{{option}}}"
+  return letter, option
