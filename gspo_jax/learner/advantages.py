@@ -71,20 +71,16 @@ def critic_advantages(config: CriticConfig, hyperparameters: Mapping[str, float]
       reward_BT = reward_BT - coefficients["kl_coef"] * tokens_BT
       responses = (mask_BT > 0).any(axis=1).sum(dtype=jnp.float32)
       metrics["reward/kl_penalty"] = Mean(coefficients["kl_coef"] * tokens_BT.sum(), responses)
-    gamma, last_B, estimate = coefficients["discount"], None, O.gae
+    gamma, trace, estimate, last_B = coefficients["discount"], coefficients["trace"], O.gae, None
     if inputs.cut_off_B is not None:
       last_B = jnp.where(inputs.cut_off_B, inputs.last_value_B, 0)
     if inputs.turn_BT is not None:
       estimate = functools.partial(O.turn_gae, turn_BT=inputs.turn_BT)
     advantage_BT, return_BT = estimate(
-      reward_BT,
-      old_value_BT,
-      mask_BT,
-      discount=gamma,
-      trace=coefficients["trace"],
-      last_value_B=last_B,
+      reward_BT, old_value_BT, mask_BT, discount=gamma, trace=trace, last_value_B=last_B
     )
-    outcome_BT, _ = O.gae(reward_BT, jnp.zeros_like(reward_BT), mask_BT, gamma, 1.0)
+    no_value_BT = jnp.zeros_like(reward_BT)
+    outcome_BT, _ = estimate(reward_BT, no_value_BT, mask_BT, discount=gamma, trace=1.0)
     batch = batch.replace(advantage_inputs=AdvantageInputs())
     return batch.with_fields(advantage_BT=advantage_BT, return_BT=return_BT), outcome_BT, metrics
 

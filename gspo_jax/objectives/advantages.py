@@ -103,20 +103,26 @@ def constrained_advantages(
     raise ValueError(f"got {len(reward_weights)} reward_weights for {len(rewards)} rewards")
   if len(costs) != len(multipliers):
     raise ValueError(f"got {len(multipliers)} multipliers for {len(costs)} costs")
+  if not (rewards or costs):
+    raise ValueError("there are neither rewards nor costs")
   for weight in reward_weights:
     checks.numbers(reward_weights=weight)
   for multiplier in multipliers:
     checks.numbers(multipliers=multiplier)
     checks.require(multiplier >= 0, "multipliers must not be negative")
-  terms = [
-    weight * group_advantages(_group(signal, name, valid_PG)[0], epsilon=epsilon, valid_PG=valid_PG)
-    for name, signals, weights in (
-      ("rewards", rewards, reward_weights),
-      ("costs", costs, [-multiplier for multiplier in multipliers]),
-    )
-    for signal, weight in zip(signals, weights)
-  ]
-  return sum(terms, jnp.zeros(()))
+  terms: list[Array] = []
+  for name, signals, weights in (
+    ("rewards", rewards, reward_weights),
+    ("costs", costs, [-multiplier for multiplier in multipliers]),
+  ):
+    for i, (signal, weight) in enumerate(zip(signals, weights)):
+      signal_PG, _ = _group(signal, f"{name}[{i}]", valid_PG)
+      if terms and signal_PG.shape != terms[0].shape:
+        raise ValueError(
+          f"{name}[{i}] has shape {signal_PG.shape}, expected [P, G] = {terms[0].shape}"
+        )
+      terms.append(weight * group_advantages(signal_PG, epsilon=epsilon, valid_PG=valid_PG))
+  return sum(terms)
 
 
 def gdpo_advantages(

@@ -53,6 +53,8 @@ def mask(value: ArrayLike, name: str, shape: tuple[int, ...]) -> Array:
   """Checks a mask [B, T] of 0 and 1; returns bool."""
   array = _array(value, name)
   _shape(array, name, BT=shape)
+  if array.dtype == jnp.bool_:
+    return array
   require((array == 0) | (array == 1), f"{name} must hold only 0 and 1")
   return array != 0
 
@@ -99,6 +101,7 @@ def ids(value: ArrayLike, name: str, mask_BT: Array) -> Array:
   _shape(array, name, BT=mask_BT.shape)
   if not jnp.issubdtype(array.dtype, jnp.integer):
     raise TypeError(f"{name} must be integer, got {array.dtype}")
+  array = array.astype(jnp.promote_types(array.dtype, jnp.int32))  # int8 cannot hold T = 200.
   array = jnp.where(mask_BT, array, 0)
   length = mask_BT.shape[1]
   require((array >= 0) & (array < length), f"{name} must be in [0, T) = [0, {length})")

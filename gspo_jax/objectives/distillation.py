@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from gspo_jax.objectives import checks
+from gspo_jax.objectives import checks, ratios
 from gspo_jax.objectives.checks import Number
 from gspo_jax.objectives.gae import gae
 from gspo_jax.objectives.reductions import Mean, reduced
@@ -55,9 +55,10 @@ def reverse_kl(old_logp_BT: ArrayLike, teacher_logp_BT: ArrayLike, mask_BT: Arra
 
 
 def _log_ratio(old_logp_BT: ArrayLike, teacher_logp_BT: ArrayLike, mask_BT: ArrayLike) -> Array:
-  """Computes log π_old/π_teacher without gradient, 0 at masked positions."""
+  """Computes log π_old/π_teacher without gradient, finite, and 0 at masked positions."""
   old_logp_BT = checks.log_probs(old_logp_BT, "old_logp_BT")
   dtype = old_logp_BT.dtype
   live_BT = checks.mask(mask_BT, "mask_BT", old_logp_BT.shape)
   old_BT = checks.constant(old_logp_BT, "old_logp_BT", live_BT, dtype, ("BT",))
-  return old_BT - checks.constant(teacher_logp_BT, "teacher_logp_BT", live_BT, dtype, ("BT",))
+  teacher_BT = checks.constant(teacher_logp_BT, "teacher_logp_BT", live_BT, dtype, ("BT",))
+  return ratios.difference(old_BT, teacher_BT)

@@ -196,6 +196,16 @@ def test_truncated_responses_are_bootstrapped_from_their_last_value():
     assert result.advantage_inputs == AdvantageInputs()
 
 
+def test_values_equal_to_the_returns_of_turns_explain_all():
+  config = dataclasses.replace(HEAD, discount=0.5, trace=1.0, kl_coef=0.0)
+  turn_BT = np.broadcast_to(np.arange(T) // 5, (B, T)).astype(np.int32)
+  reward_BT, mask = np.asarray(batch().advantage_inputs.reward_BT), np.asarray(batch().mask_BT)
+  return_BT, _ = paper.turn_gae(reward_BT, np.zeros((B, T)), mask > 0, turn_BT, 0.5, 1.0, np.zeros(B))
+  minibatch = batch().with_fields(turn_BT=turn_BT, old_value_BT=np.float32(return_BT))
+  _, row = critic_advantages(config, config.hyperparameters(1))([minibatch])
+  assert row["value/explained_variance"] == pytest.approx(1, abs=1e-5)
+
+
 @pytest.mark.parametrize("normalize", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_advantages_equal_the_recursion(normalize):
   """Compares two ragged mini-batches with kl_coef, in float64."""

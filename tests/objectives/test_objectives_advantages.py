@@ -109,8 +109,12 @@ def test_constrained_advantages_standardise_before_they_combine(x64):
     O.constrained_advantages([reward], [cost], [1.0], [-0.1])
   with pytest.raises(ValueError, match="multipliers"):
     O.constrained_advantages([reward], [cost], [1.0], [])
-  with pytest.raises(ValueError, match="costs"):
+  with pytest.raises(ValueError, match=r"costs\[0\] has shape \(6,\)"):
     O.constrained_advantages([reward], [cost[0]], [1.0], [1.0])
+  with pytest.raises(ValueError, match=r"costs\[0\] has shape \(1, 6\), expected .* \(4, 6\)"):
+    O.constrained_advantages([reward], [cost[:1]], [1.0], [1.0])
+  with pytest.raises(ValueError, match="neither rewards nor costs"):
+    O.gdpo_advantages([], [], [], [])
 
 
 def test_gdpo_of_a_batch_without_spread_is_0_without_an_epsilon():

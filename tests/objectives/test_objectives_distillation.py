@@ -86,6 +86,9 @@ def test_it_is_a_constant_and_says_what_is_wrong():
   for gradient in jax.jit(jax.grad(total, argnums=(0, 1)))(*clean):
     assert not np.any(gradient)
   assert np.isfinite(O.distillation_advantages(old_BT, teacher_BT, mask_BT)).all()
+  excluded_BT = np.array([[-2.0, -np.inf, -1.0]], np.float32)  # Outside the teacher's top k.
+  advantage_BT = jax.jit(O.distillation_advantages)(-np.ones((1, 3)), excluded_BT, np.ones((1, 3)))
+  assert advantage_BT[0, 0] == -1 and np.isfinite(advantage_BT).all()
   with pytest.raises(ValueError, match=r"teacher_logp_BT has shape \(4, 8\)"):
     O.distillation_advantages(old_BT, teacher_BT[:, 1:], mask_BT)
   with pytest.raises(ValueError, match="teacher_logp_BT is not finite where mask_BT is 1"):

@@ -55,6 +55,19 @@ def test_ten_lines_of_optax():
   assert after > before
 
 
+def test_the_gradient_of_micro_batches_without_responses_is_0():
+  (line,) = re.findall(r"^grads = jax.tree.map.*", PAGE.read_text(), re.M)
+  sums = O.rft_loss.sums(
+    *jnp.zeros((2, 2, 3)), O.selection_weights([[0.0, 0.0]])[0], jnp.ones((2, 3))
+  )
+  scope = dict(jax=jax, O=O, sums=sums, grads=[jnp.zeros(4)])
+  exec(line, scope)
+  np.testing.assert_array_equal(scope["grads"], np.zeros((1, 4)))
+  scope |= dict(sums=(O.Mean(jnp.float32(6), jnp.float32(3)), {}), grads=[jnp.full(4, 6.0)])
+  exec(line, scope)
+  np.testing.assert_array_equal(scope["grads"], np.full((1, 4), 2.0))
+
+
 def test_every_public_loss_is_on_the_page():
   page = PAGE.read_text()
   for name, value in vars(O).items():

@@ -50,6 +50,20 @@ def compiled(name, kl):
   return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True))
 
 
+def test_masks_of_bool_and_ids_of_narrow_integers():
+  x = np.zeros((1, 200), np.float32)
+  for dtype in (np.int8, np.uint8, np.int16):
+    ids = np.full((1, 200), 100, dtype)
+    loss, _ = O.segment_loss(x, x, np.ones(1, np.float32), np.ones((1, 200), bool), ids)
+    assert loss == pytest.approx(-1)
+    with pytest.raises(ValueError, match=r"segment_BT must be in \[0, T\)"):
+      O.segment_loss(x[:, :50], x[:, :50], np.ones(1, np.float32), np.ones((1, 50)), ids[:, :50])
+  with jax.numpy_dtype_promotion("strict"):
+    np.testing.assert_allclose(O.group_advantages([[1.0, 0.0]]), [[0.70711, -0.70711]], rtol=1e-4)
+    O.gspo_loss(x, x, np.ones(1, np.float32), np.ones((1, 200), bool))
+    assert O.overlong_penalty(np.array([90]), 100, 20) == -0.5
+
+
 @pytest.mark.parametrize("name", EACH)
 def test_what_is_masked_reaches_nothing(name):
   """Bit for bit: NaN, infinities and the largest floats, also in an empty row's advantage."""
