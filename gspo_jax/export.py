@@ -36,6 +36,9 @@ from gspo_jax.settings.passes import sampler_types
 from gspo_jax.system import files, hub, jsons
 from gspo_jax.system.arguments import Parser
 
+# Files of image and video processors, which servers of multimodal models read.
+PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+
 
 def export(
   run: str,
@@ -95,12 +98,17 @@ def export(
         peft.save(directory, params, model, checkpoint.adapters, _base(checkpoint, base))
       else:
         hf.save(directory, params, model, dtype=dtype, more=ids, like=_origin(checkpoint))
-      _save_tokenizer(directory, tokenizer, ids)
+      _save_tokenizer(directory, tokenizer, ids, "" if adapters else _origin(checkpoint))
   return checkpoint
 
 
-def _save_tokenizer(directory: Path, tokenizer: str, ids: Mapping[str, Any]) -> None:
-  """Copies a tokenizer's files, and adds the ids to generation_config.json."""
+def _save_tokenizer(directory: Path, tokenizer: str, ids: Mapping[str, Any], like: str) -> None:
+  """Copies the files of tokenizer and processors, and adds ids to generation_config.json.
+
+  like: published model with processors' files; "" copies none.
+  """
+  if like:
+    tokenizers.copy(hub.directory(like), directory, PROCESSOR)
   if tokenizer != "bytes":
     tokenizers.copy(hub.directory(tokenizer), directory)
   generation = directory / "generation_config.json"

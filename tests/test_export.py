@@ -64,6 +64,14 @@ def test_the_tokenizer_bytes_has_no_files(trained, tmp_path, capsys):
   assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
+def test_files_of_a_processor_come_along(trained, tmp_path, monkeypatch):
+  export.export(str(trained[0]), tmp_path / "origin")
+  (tmp_path / "origin/preprocessor_config.json").write_text("{}")
+  monkeypatch.setattr(export, "_origin", lambda checkpoint: str(tmp_path / "origin"))
+  export.export(str(trained[0]), tmp_path / "out")
+  assert (tmp_path / "out/preprocessor_config.json").read_text() == "{}"
+
+
 def test_transformers_stops_where_the_run_did(trained, tmp_path):
   workdir, *_ = trained
   home = workdir.parent

@@ -317,7 +317,7 @@ def moe_table(c: ModelConfig, w: functools.partial, number: int, biases: bool) -
     return Moe(**parts)
   return ExtendedMoe(
     **parts,
-    choice_bias=w("lE", **whole) if has_bias else None,
+    choice_bias=w("lE", dtype=jnp.float32, **whole) if has_bias else None,
     shared=dense_table(weight_factory(c, l=number, F=width)) if width else None,
     shared_gate=w("lDO", fan_in="D") if width and c.router.shared_gate else None,
   )

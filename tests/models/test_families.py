@@ -361,8 +361,37 @@ def test_a_directory_is_written_as_it_was_read(case, tmp_path):
   assert {k: ours[k] for k in theirs if k not in without} == {
     k: v for k, v in theirs.items() if k not in without
   }
-  for kind, rope in ropes[1].items():  # Defaults are left out.
-    assert rope == ropes[0][kind] or rope.items() <= ropes[0][kind].items()
+  # Most defaults are left out. vLLM needs the two of YaRN, and has its own key for a factor.
+  yarn = dict(beta_fast=32.0, beta_slow=1.0)
+  theirs, ours = (x if isinstance(next(iter(x.values())), dict) else dict(all=x) for x in ropes)
+  for kind, rope in ours.items():
+    rope.pop("attn_factor", None)
+    assert rope.items() <= (yarn | theirs[kind]).items()
+
+
+EXACT = ("e_score_correction_bias", "A_log", "dt_bias", "linear_attn.norm.weight")
+
+
+@pytest.mark.parametrize("case", ["glm4_moe", "minimax_m2", "qwen3_5_moe"], indirect=True)
+def test_weights_that_rounding_would_change_are_float32_in_every_file(case, tmp_path):
+  hf.save(tmp_path, case.params, case.config, dtype="bfloat16")
+  saved = tensors(tmp_path)
+  exact = {name for name, array in saved.items() if array.dtype == np.float32}
+  assert exact == {name for name in saved if name.endswith(EXACT)}
+  assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("case", ["minimax_m2"], indirect=True)
+def test_fused_experts_of_minimax_and_keys_for_vllm(case, tmp_path):
+  case.model.save_pretrained(tmp_path / "in", save_original_format=False)
+  assert not any("block_sparse_moe" in name for name in tensors(tmp_path / "in"))
+  jax.tree.map(np.testing.assert_array_equal, hf.load(tmp_path / "in")[0], case.params)
+  hf.save(tmp_path / "out", case.params, case.config)
+  raw = json.loads((tmp_path / "out/config.json").read_text())
+  assert (raw["scoring_func"], raw["use_routing_bias"]) == ("sigmoid", True)
+  (tmp_path / "out/config.json").write_text(json.dumps(raw | dict(scoring_func="softmax")))
+  with pytest.raises(ValueError, match="scoring_func='softmax' is not supported"):
+    hf.load_config(tmp_path / "out")
 
 
 def loss(params, config, tokens, **options):

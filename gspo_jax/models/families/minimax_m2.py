@@ -34,7 +34,8 @@ FAMILY = base.Family(
         "router.scores": "sigmoid",
         "router.choice_bias": "frozen",
       },
-      fixed=dict(router_jitter_noise=0.0),
+      fixed=dict(router_jitter_noise=0.0, scoring_func="sigmoid", use_routing_bias=True)
+      | dict(use_qk_norm=True, qk_norm_type="per_layer"),
       defaults=dict(num_key_value_heads=8, head_dim=128, rope_theta=5e6, partial_rotary_factor=1.0)
       | dict(num_local_experts=256, num_experts_per_tok=8),
       read=read_share,

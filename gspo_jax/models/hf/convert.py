@@ -290,7 +290,7 @@ def save(
   for files in bfloat16, the sums are dithered as in training.
 
   Args:
-    dtype: dtype of the tensors, float32, bfloat16 or float16. None keeps each parameter's dtype.
+    dtype: dtype of most tensors (`_kind`). None keeps each parameter's dtype.
     shard_size_bytes: maximum size of a file with several tensors.
     more: further keys of config.json, without effect on the model. None adds none.
     like: directory with this language model and other parts, such as a vision encoder (`nested`).
@@ -308,10 +308,11 @@ def save(
   table = transformer.table(model_config)
   leaves = leaves_of(model_config, table, other_model.rename(names))
   arrays = _check_shapes(_merge(params, dtype), model_config)
-  kinds = [jnp.dtype(a.dtype if dtype is None else dtype) for a in arrays]
+  kinds = [_kind(w, a, dtype) for w, a in zip(jax.tree.leaves(table), arrays, strict=True)]
   if unknown := {kind.name for kind in kinds} - set(_SAVED):
     raise ValueError(f"dtype={min(unknown)} is not one of {', '.join(_SAVED)}")
-  config = hf_config.to_hf(model_config, max(kinds, key=lambda kind: kind.itemsize).name)
+  widest = max(kinds, key=lambda kind: kind.itemsize)
+  config = hf_config.to_hf(model_config, jnp.dtype(dtype or widest).name)
   config = other_model.wrap_config(config) | dict(more or {})
   require_finite(directory, leaves, arrays, kinds)
   plan = by_layer(leaves)
@@ -331,6 +332,18 @@ def save(
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
   if jax.process_count() > 1:
     multihost_utils.sync_global_devices("hf.save")  # No process returns before files are complete.
+
+
+def _kind(weight: Any, array: jax.Array, dtype: Any) -> jnp.dtype:
+  """Returns the dtype of a weight's tensors in files.
+
+  Biases on the choice of experts, and decays and norms of linear attention, are float32, as in
+  published files.
+  """
+  if dtype is None:
+    return array.dtype
+  exact = weight.dtype == jnp.float32 and not weight.inputs
+  return jnp.dtype(jnp.float32 if exact else dtype)
 
 
 def _merge(params: transformer.Params, dtype: Any) -> transformer.Params:

@@ -65,7 +65,11 @@ class Other:
     tensors = set(self._files.file_of if self._files else ()) - {*self.names}
     fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in tensors)
     if fused and "{E}" in names["Moe.gate"][0]:
-      names = names | FUSED
+      # MiniMax-M2's bias on the choice has another parent in such files.
+      renamed = {
+        key: (x.replace("block_sparse_moe", "mlp"), axes) for key, (x, axes) in names.items()
+      }
+      names = renamed | FUSED
     # A text model that transformers saved from an outer model keeps the outer model's names.
     for prefix, outer in PREFIXES.items():
       if any(tensor.startswith(prefix) for tensor in tensors):

@@ -6,6 +6,7 @@ layers, `LOCAL` (sliding window) and `GLOBAL`.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,10 @@ _KEYS = dict(original_length="original_max_position_embeddings", query_beta=BETA
 # dimension.
 _SHARED = """rope_type type rope_theta partial_rotary_factor max_position_embeddings
   mrope_section mrope_interleaved""".split()
+# vLLM multiplies YaRN's default factor by this key, where transformers has `attention_factor`.
+VLLM_FACTOR = "attn_factor"
+# Optional fields that are always written. vLLM reads the two of YaRN without a default.
+WRITTEN = ("original_length", "beta_fast", "beta_slow")
 # For each rule, its required fields of RopeConfig, and its optional ones.
 RULES = dict(
   default=("", ""),
@@ -84,7 +89,7 @@ def _rule(
   required, optional = (part.split() for part in RULES[rule])
   required += ["query_beta"] if rope and "rope.query_beta" in architecture.fields else []
   keys = {field: _KEYS.get(field, field) for field in required + optional}
-  unknown = set(rope) - {*keys.values(), *_SHARED}
+  unknown = set(rope) - {*keys.values(), *_SHARED, *([VLLM_FACTOR] if rule == "yarn" else ())}
   if unknown:
     raise ValueError(f"{place}.{min(unknown)} is not supported")
   for field in required:
@@ -98,10 +103,18 @@ def _rule(
     field: jsons.typed(f"{place}.{keys[field]}", value, kinds[field])
     for field, value in values.items()
   }
+  if rule == "yarn" and VLLM_FACTOR in rope and not values.get("attention_factor"):
+    factor = jsons.typed(f"{place}.{VLLM_FACTOR}", rope[VLLM_FACTOR], float)
+    values["attention_factor"] = factor * _yarn_factor(values["factor"])
   share = rope.get("partial_rotary_factor")
   if share not in (None, 1.0) and "rope.share" not in architecture.fields:
     raise ValueError(f"{place}.partial_rotary_factor={share} is not supported, only 1")
   return RopeConfig(rule=rule, **values)
+
+
+def _yarn_factor(factor: float) -> float:
+  """Returns YaRN's default factor on queries and keys together (arXiv:2309.00071, Eq. 22)."""
+  return 1 + 0.1 * math.log(factor) if factor > 1 else 1.0
 
 
 def one_of(key: str, *places: Mapping[str, Any]) -> Any:
@@ -124,8 +137,10 @@ def write(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
   values = {
     _KEYS.get(field, field): getattr(rope, field)
     for field in required + optional
-    if field in (*required, "original_length") or getattr(rope, field) != getattr(default, field)
+    if field in (*required, *WRITTEN) or getattr(rope, field) != getattr(default, field)
   }
+  if rope.rule == "yarn" and rope.attention_factor:
+    values[VLLM_FACTOR] = rope.attention_factor / _yarn_factor(rope.factor)
   scaling = dict(rope_type=rope.rule) | values if rope.rule != "default" else None
   content = dict(rope_scaling=scaling)
   if architecture.ropes_by_kind and "local_rope_theta" not in architecture.fields:

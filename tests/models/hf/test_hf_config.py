@@ -54,6 +54,23 @@ def write(directory, config, **changes):
   (directory / "config.json").write_text(json.dumps(content))
 
 
+def test_a_factor_of_yarn_is_read_and_written_as_vllm_does(tmp_path):
+  """As in DeepSeek-R1-0528-Qwen3-8B: 0.878 times 1 + 0.1 log(4) is 1."""
+  published = 0.8782488562869419
+  scaling = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768)
+
+  def read(scaling):
+    return hf_config._from_hf(hf_config.to_hf(DENSE, "float32") | dict(rope_scaling=scaling))
+
+  config = read(scaling | dict(attn_factor=published))
+  assert config.rope.attention_factor == pytest.approx(1, abs=1e-9)
+  written = hf_config.to_hf(config, "float32")["rope_scaling"]
+  assert written["attn_factor"] == pytest.approx(published)
+  assert (written["beta_fast"], written["beta_slow"]) == (32.0, 1.0)
+  assert read(written) == config
+  assert "attn_factor" not in hf_config.to_hf(read(scaling), "float32")["rope_scaling"]
+
+
 @pytest.mark.parametrize(
   "config, changes, message",
   [
