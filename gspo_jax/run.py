@@ -30,7 +30,7 @@ from gspo_jax.runs.mirror import restore_workdir
 from gspo_jax.runs.nonfinite import Guard
 from gspo_jax.runs.phase import Phase
 from gspo_jax.runs.profiler import Profiler
-from gspo_jax.sampling import Engine, LocalEngine
+from gspo_jax.sampling import Engine, LocalEngine, stop_strings
 from gspo_jax.settings.rewards import ConstraintConfig, RewardConfig
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.system import hosts, hub, lock
@@ -311,10 +311,11 @@ def open_engine(
     workdir: directory of the run.
     profiler: profiler that counts decode steps of the local engine.
   """
+  text_bytes = stop_strings.text_bytes(tok) if config.sampling.stop_strings else None
   if config.engine.name == "local":
     stepped = functools.partial(profiler.count, "sample")
     yield LocalEngine(
-      config.model, config.engine, config.compute, publish, tok.decode, stepped=stepped
+      config.model, config.engine, config.compute, publish, text_bytes, stepped=stepped
     )
     return
   from gspo_jax.sampling.servers.engine import ServerEngine  # Only this branch needs HTTP.
@@ -325,7 +326,7 @@ def open_engine(
     config.engine,
     config.compute,
     publish,
-    tok.decode,
+    text_bytes,
     workdir=workdir,
     window=config.data.max_prompt_tokens + new,
     temperature=config.sampling.temperature,

@@ -167,14 +167,14 @@ class Request:
   def prefix_length(self) -> int:
     return len(self.prompt) + len(self.prior)
 
-  def check(self, longest: int, window: int, vocab_size: int, detokenize: Any) -> None:
+  def check(self, longest: int, window: int, vocab_size: int, text_bytes: Any) -> None:
     """Raises ValueError if the request cannot be sampled.
 
     Args:
       longest: maximum number of tokens of a prefix.
       window: maximum number of tokens of a prefix with its response.
       vocab_size: exclusive upper bound on token ids.
-      detokenize: function from token ids to text, required for stop strings; None if there is none.
+      text_bytes: bytes of each token id's text, required for stop strings; None if unknown.
     """
     if not self.prompt:
       raise ValueError("a prompt is empty: give it at least one token")
@@ -193,10 +193,10 @@ class Request:
       raise ValueError(
         f"a prefix has token ids from {least} to {most}: the model has 0 to {vocab_size - 1}"
       )
-    if self.stop_strings and detokenize is None:
+    if self.stop_strings and text_bytes is None:
       raise ValueError(
-        f"stop_strings={list(self.stop_strings)} need the engine's argument `detokenize`: pass the "
-        "tokenizer's function from token ids to text"
+        f"stop_strings={list(self.stop_strings)} need the engine's argument `text_bytes`: pass "
+        "stop_strings.text_bytes(tokenizer)"
       )
 
 

@@ -174,7 +174,11 @@ def test_stop_strings_are_found_where_a_turn_was_put_aside():
 
   sampling = SamplingConfig(1.0, 0, 1.0, 0.0, NEW)
   load = Workload(sampling, 3, 6, stop_strings=("12", "345", "07", "88"), partial=True)
-  engine = LocalEngine(MODEL, dataclasses.replace(ENGINE, steps=1), detokenize=text)
+  engine = LocalEngine(
+    MODEL,
+    dataclasses.replace(ENGINE, steps=1),
+    text_bytes=[text([i]).encode() for i in range(MODEL.vocab_size)],
+  )
   engine.load(PARAMS, version=0)
   trajectories = [Trajectory(PROMPTS[i].tokens, 0, 5, SingleTurn(())) for i in range(40)]
   whole = [Trajectory(PROMPTS[i].tokens, 0, 5, SingleTurn(())) for i in range(40)]

@@ -180,7 +180,9 @@ def text(tokens):
 def test_a_stop_string_ends_a_response(steps):
   strings = ("13", "7", "04")
   free = run(scheduler(), requests(stop_ids=()))
-  s = scheduler(steps=steps, group_size=1, detokenize=text)
+  s = scheduler(
+    steps=steps, group_size=1, text_bytes=[text([i]).encode() for i in range(MODEL.vocab_size)]
+  )
   result = run(s, requests(stop_ids=(), stop_strings=strings))
   ends = set()
   for key, response in result.items():
@@ -360,7 +362,7 @@ def test_operations_are_those_of_the_responses_alone(group):
     ),
     (dict(max_new_tokens=62), "max_new_tokens=62 is too long: .* 60 with the response"),
     (dict(stop_ids=tuple(range(9))), "9 stop ids, and the workload allows 6"),
-    (dict(stop_strings=("x",)), "need the engine's argument `detokenize`"),
+    (dict(stop_strings=("x",)), "need the engine's argument `text_bytes`"),
     (dict(samples=0), "samples=0 .* at least 1"),
     (dict(prompt=(7, 64)), "token ids from 7 to 64: the model has 0 to 63"),
     (dict(prior=(-1,)), "token ids from -1 to 9: the model has 0 to 63"),

@@ -50,7 +50,7 @@ def make(tmp_path):
   """
   with contextlib.ExitStack() as stack:
 
-    def make(servers=1, load=True, detokenize=None, temperature=0.8, workdir=tmp_path, **config):
+    def make(servers=1, load=True, text_bytes=None, temperature=0.8, workdir=tmp_path, **config):
       if isinstance(servers, int):
         servers = [FakeServer() for _ in range(servers)]
         for server in servers:
@@ -58,7 +58,7 @@ def make(tmp_path):
       urls = tuple(server.url for server in servers)
       config = EngineConfig(name="server", urls=urls, server=ServerConfig(**QUICK | config))
       options = dict(workdir=workdir, window=24, temperature=temperature)
-      engine = ServerEngine(MODEL, config, REFERENCE, detokenize=detokenize, **options)
+      engine = ServerEngine(MODEL, config, REFERENCE, text_bytes=text_bytes, **options)
       stack.enter_context(engine)
       if load:
         engine.load(weights(), 1)
@@ -625,7 +625,7 @@ def test_stop_strings_end_a_response_with_the_token_that_completes_them(make):
   def letters(tokens):
     return "".join(chr(97 + t % 26) for t in tokens)
 
-  _, engine = make(detokenize=letters)
+  _, engine = make(text_bytes=[letters([i]).encode() for i in range(MODEL.vocab_size)])
   whole = sample_rollout(engine, WORKLOAD, PROMPTS)
   text = letters(whole.response(0))
   strings = (text[2:4],)

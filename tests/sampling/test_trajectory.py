@@ -242,10 +242,8 @@ def test_a_turn_that_is_cut_off_is_not_the_end_even_if_the_environment_says_so()
 
 
 def test_stop_strings_end_turns():
-  def letters(ids):
-    return "".join("#" if i > 40 else "." for i in ids)
-
-  _, environments = talk(stop_strings=("#",), stop_ids=SELDOM, detokenize=letters)
+  letters = [b"#" if i > 40 else b"." for i in range(MODEL.vocab_size)]
+  _, environments = talk(stop_strings=("#",), stop_ids=SELDOM, text_bytes=letters)
   for environment in environments:
     assert all(not any(token > 40 for token in heard[:-1]) for heard in environment.heard)
   assert any(len(environment.heard) > 1 for environment in environments)

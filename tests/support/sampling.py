@@ -16,12 +16,12 @@ LONGER = [tuple(RNG.integers(8, 64, n).tolist()) for n in (3, 40, 1, 17, 9, 24)]
 ENGINE = {field.name for field in dataclasses.fields(EngineConfig)}
 
 
-def scheduler(params, model, sampling, detokenize=None, **options):
+def scheduler(params, model, sampling, text_bytes=None, **options):
   """Options are keys of the engine and fields of the workload."""
   engine = {key: options.pop(key) for key in ENGINE & options.keys()}
   workload = Workload(sampling, **dict(prompt_length=48, trajectories=100, group_size=3) | options)
   config = dataclasses.replace(LOCAL_ENGINE, **engine)
-  return Scheduler(params, 0, model, workload, config, detokenize=detokenize)
+  return Scheduler(params, 0, model, workload, config, text_bytes=text_bytes)
 
 
 def run(scheduler, requests):
@@ -75,7 +75,7 @@ def sample(
   seed=0,
   pad_id=0,
   prompt_length=5,
-  detokenize=None,
+  text_bytes=None,
   render=None,
   max_turns=1,
   workers=0,
@@ -96,7 +96,7 @@ def sample(
     several_turns=environments is not None,
     **options,
   )
-  local = LocalEngine(model, engine, detokenize=detokenize)
+  local = LocalEngine(model, engine, text_bytes=text_bytes)
   local.load(params, version=0)
   turns = dict(max_turns=max_turns, workers=workers)
   driver = Driver(local, workload, vocab_size=model.vocab_size, **turns)

@@ -1,6 +1,6 @@
 """Engine with decoding slots on the run's own devices."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ class LocalEngine:
     config: section `engine` of the configuration.
     compute: the trainer's compute settings; `config.dtype`, if set, overrides their dtype.
     publish: function from the trainer's parameters to parameters in the sampler's layout and dtype.
-    detokenize: function from token ids to text, for stop strings; None if there are none.
+    text_bytes: bytes of each token id's text, for stop strings; None if there are none.
     stepped: function that `step` calls at its end. The argument is `config.steps`, the maximum
       number of decode steps in one call of `step`. None if there is no such function.
   """
@@ -35,11 +35,11 @@ class LocalEngine:
     config: EngineConfig = LOCAL_ENGINE,
     compute: ComputeConfig = REFERENCE,
     publish: Callable[[Any], Any] = lambda params: params,
-    detokenize: Callable[[list[int]], str] | None = None,
+    text_bytes: Sequence[bytes] | None = None,
     stepped: Callable[[int], None] | None = None,
   ):
     self._model, self._config, self._compute = model, config, config.compute(compute)
-    self._publish, self._detokenize, self._stepped = publish, detokenize, stepped
+    self._publish, self._text_bytes, self._stepped = publish, text_bytes, stepped
     self._params: Any = None
     self._version = 0
     self._scheduler: Scheduler | None = None
@@ -71,7 +71,7 @@ class LocalEngine:
       workload,
       self._config,
       self._compute,
-      self._detokenize,
+      self._text_bytes,
     )
     self.usage = self._scheduler.usage
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -36,20 +36,20 @@ class LiveResponse:
   # Arrays from each `decode` call, as yielded by `split_by_response` after the id.
   parts: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
   count: int = 0  # Number of sampled tokens.
-  tail: list[int] | None = None  # State of the search for stop strings (`stop_strings.end`).
+  tail: bytes | None = None  # State of the search for stop strings (`stop_strings.end`).
 
   @property
   def tokens(self) -> tuple[int, ...]:
     """Tokens sampled so far."""
     return tuple(int(token) for part in self.parts for token in part[0])
 
-  def stopped_by(self, detokenize: Callable[[list[int]], str]) -> int | None:
+  def stopped_by(self, text_bytes: Sequence[bytes] | None) -> int | None:
     """Looks for a stop string in the tokens of the last call.
 
     Returns the response's number of tokens up to the end of the string; None if there is no string.
     """
     new = self.parts[-1][0].tolist()
-    end, self.tail = stop_strings.end(self.request, self.tail, new, detokenize)
+    end, self.tail = stop_strings.end(self.request, self.tail, new, text_bytes)
     return None if end is None else self.count - len(new) + end
 
   def response(

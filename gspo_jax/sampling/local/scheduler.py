@@ -12,7 +12,7 @@ import collections
 import functools
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -45,7 +45,7 @@ class Scheduler:
     workload: limits of the requests.
     config: section `engine` of the configuration.
     compute: compute settings.
-    detokenize: function from token ids to text; None if there are no stop strings.
+    text_bytes: bytes of each token id's text; None if there are no stop strings.
 
   Raises:
     ValueError: the workload's window exceeds the model's positions or the pages of a shard.
@@ -59,7 +59,7 @@ class Scheduler:
     workload: Workload,
     config: EngineConfig,
     compute: ComputeConfig = REFERENCE,
-    detokenize: Callable[[list[int]], str] | None = None,
+    text_bytes: Sequence[bytes] | None = None,
   ):
     window = workload.window
     if window > model.max_position_embeddings:
@@ -70,7 +70,7 @@ class Scheduler:
     self._params, self._version = params, version
     self._model, self._config, self._workload = model, config, workload
     self._stop_width = max(1, len(workload.stop_ids))
-    self._detokenize = detokenize
+    self._text_bytes = text_bytes
     self._shards = 1
     if not sharding.without_mesh():
       self._shards = sharding.batch_shards(jax.sharding.get_mesh())
@@ -113,7 +113,7 @@ class Scheduler:
   def submit(self, request: Request) -> None:
     """Queues a request. Raises ValueError if the request does not fit the workload."""
     work, vocab_size = self._workload, self._model.vocab_size
-    request.check(work.prefix_length, work.window, vocab_size, self._detokenize)
+    request.check(work.prefix_length, work.window, vocab_size, self._text_bytes)
     if len(request.stop_ids) > self._stop_width:
       raise ValueError(
         f"a request has {len(request.stop_ids)} stop ids, and the workload allows "
@@ -305,7 +305,7 @@ class Scheduler:
       live.count += len(part[0])
       count, stopped = live.count, bool(part[0][-1] in live.request.stop_ids)
       ended = stopped or count == live.request.max_new_tokens
-      string_end = live.stopped_by(self._detokenize)
+      string_end = live.stopped_by(self._text_bytes)
       if string_end is not None:
         if not ended:
           self._cancelled.append(id_)  # The next call ends it, but the call in flight does not.

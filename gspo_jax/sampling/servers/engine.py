@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ class ServerEngine:
     config: section `engine` of the configuration.
     compute: the trainer's compute settings; `config.dtype`, if set, overrides their dtype.
     publish: function from the trainer's parameters to parameters in the sampler's layout and dtype.
-    detokenize: function from token ids to text, for stop strings; None if there are none.
+    text_bytes: bytes of each token id's text, for stop strings; None if there are none.
     workdir: directory of the run. By default, weights are published in its folder `published`.
     window: maximum number of tokens of a prompt with its response.
     temperature: temperature of the run's sampling.
@@ -64,7 +64,7 @@ class ServerEngine:
     config: EngineConfig,
     compute: ComputeConfig,
     publish: Callable[[Any], Any] = lambda params: params,
-    detokenize: Callable[[list[int]], str] | None = None,
+    text_bytes: Sequence[bytes] | None = None,
     *,
     workdir: Path,
     window: int,
@@ -76,7 +76,7 @@ class ServerEngine:
 
     to_hf(model, "float32")  # Raises ValueError if no Hugging Face model fits.
     self._model, self._server = model, config.server
-    self._publish, self._detokenize, self._tokenizer = publish, detokenize, tokenizer
+    self._publish, self._text_bytes, self._tokenizer = publish, text_bytes, tokenizer
     compute = config.compute(compute)
     self._tolerance = self._server.tolerance or (0.1 if compute.dtype == "bfloat16" else 0.005)
     routing = routing and model.num_experts > 0
@@ -206,7 +206,7 @@ class ServerEngine:
 
   def submit(self, request: Request) -> None:
     window, length = self._workload.window, request.prefix_length
-    request.check(window - 1, window, self._model.vocab_size, self._detokenize)
+    request.check(window - 1, window, self._model.vocab_size, self._text_bytes)
     number = next(self._numbers)
     samples = range(request.first_sample, request.first_sample + request.samples)
     self._requests[number] = request, set(samples)
@@ -289,7 +289,7 @@ class ServerEngine:
         continue
       pending = self._pending.pop(id_)
       if isinstance(answer, Part) and len(answer.tokens):
-        self._sampled += pending.add(answer, self._detokenize)
+        self._sampled += pending.add(answer, self._text_bytes)
       elif not self._stopping:
         pending.fail(url, answer)
       if self._stopping or pending.finished:
@@ -339,7 +339,7 @@ class Pending:
     self.stopped = False
     self.failed_at: list[str] = []  # URL for each failed call since the last part; "" if unsent.
     self.failure = ""  # Description of the last failure, if MAX_FAILURES calls in a row failed.
-    self._tail: list[int] | None = None  # State of the search for stop strings.
+    self._tail: bytes | None = None  # State of the search for stop strings.
 
   @property
   def remaining(self) -> int:
@@ -349,9 +349,9 @@ class Pending:
   def finished(self) -> bool:
     return bool(self.stopped or self.failure or not self.remaining)
 
-  def add(self, part: Part, detokenize: Callable[[list[int]], str] | None) -> int:
+  def add(self, part: Part, text_bytes: Sequence[bytes] | None) -> int:
     """Appends a part, up to a stop string's end; returns the number of new tokens."""
-    end, self._tail = stop_strings.end(self.request, self._tail, part.tokens.tolist(), detokenize)
+    end, self._tail = stop_strings.end(self.request, self._tail, part.tokens.tolist(), text_bytes)
     self.stopped, self.failed_at = part.stopped or end is not None, []
     self.tokens = np.concatenate([self.tokens, part.tokens[:end]])
     self.logp = np.concatenate([self.logp, part.logp[:end]])
