@@ -3,7 +3,7 @@
 from experiments import figures, smollm2, statistics
 from experiments.arms import GRPO, GSPO
 from experiments.definition import Condition, Experiment
-from experiments.report import OPEN, Report, Results, Verdict, compare, markdown
+from experiments.report import OPEN, Report, Results, Verdict, markdown
 
 BEFORE, AFTER = "eval/start", "eval/final"
 LEAST, PAPER = 0.03, 0.10  # Fractions of the experts.
@@ -34,14 +34,14 @@ EXPERIMENT = Experiment(
   f"layers), one update changes at least {LEAST:.0%} of a rollout's experts",
   statistic="share of a rollout's experts that one update of GSPO without replay changes, averaged "
   "over layers, tokens and iterations; mean over seeds and 95 % t interval",
-  falsified=f"the interval lies below {LEAST:g}; it holds if the interval lies above. It cannot be "
-  "told from fewer than all seeds. Which loss needs replay is secondary: it has no rule",
+  falsified=f"the interval lies below {LEAST:g}; it holds if the interval lies above. One seed has "
+  "no interval, so it cannot be told. Which loss needs replay is secondary: it has no rule",
   conditions=(
     Condition("gspo", GSPO),
     Condition("grpo", GRPO, secondary=True),
     Condition("grpo_R2", GRPO | {"objective.replay": "R2"}, secondary=True),
   ),
-  seeds=(11, 12, 13),
+  seeds=(11,),  # Two more were declared, and not run: a run takes 14 GiB and half an hour.
   base="configs/smollm2.py",
   common=MODEL
   | {
@@ -59,9 +59,6 @@ EXPERIMENT = Experiment(
 
 def report(results: Results) -> Report:
   changed = results.interval("gspo", VOLATILITY)
-  outcome = OPEN
-  if changed.count >= len(EXPERIMENT.seeds):
-    outcome = compare(changed, above=LEAST)
   columns = {
     "changed fraction of experts after one update": VOLATILITY,
     "after three updates": "minibatch/3/router/volatility/mean",
@@ -85,4 +82,4 @@ def report(results: Results) -> Report:
   figures.curves(right_axes, results, ARMS, "reward/mean", title="reward")
   because = f"one update of GSPO changes {changed.text()} of a rollout's experts"
   tables = [results.table(ARMS, columns, ".4f"), results.table(ARMS, accuracy), differences]
-  return Report(Verdict(outcome, because), tables, dict(volatility=figure))
+  return Report(Verdict(OPEN, because), tables, dict(volatility=figure))

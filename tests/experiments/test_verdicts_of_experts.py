@@ -70,19 +70,15 @@ def test_e4_leaves_out_seeds_of_which_a_model_has_learned_nothing():
   assert report.verdict.outcome == HOLDS and "| 3 | 0.01" in report.tables[1]
 
 
-@pytest.mark.parametrize("share, outcome", [(0.05, HOLDS), (0.03, OPEN), (0.01, FAILS)])
-def test_e19_finds_the_share_of_experts_that_change(share, outcome):
-  """The report also has the gain by replay."""
+def test_e19_has_the_share_of_experts_that_change_and_the_gain_by_replay():
+  """One seed has no verdict."""
 
   def value(c, seed):
     gain = 0.1 if c.name == "grpo_R2" else 0.0
-    changed = share if c.name == "gspo" else 0.5
-    return {
-      "minibatch/1/router/volatility/mean": changed + 0.002 * (seed - 12),
-      "eval/final": 0.3 + gain,
-    }
+    changed = 0.05 if c.name == "gspo" else 0.5
+    return {"minibatch/1/router/volatility/mean": changed, "eval/final": 0.3 + gain}
 
   report = verdicts.report("e19", value)
-  assert report.verdict.outcome == outcome
+  assert report.verdict.outcome == OPEN and "0.050 [one seed]" in report.verdict.because
   gains = [line.split(" | ")[2].split()[0] for line in report.tables[2].splitlines()[2:]]
   assert gains == ["0.100", "0.000", "-0.100"]
