@@ -242,7 +242,7 @@ class Evaluator:
       lambda messages: self.tokenizer.encode(self.tokenizer.chat(messages)),
       tags=range(len(problems)),
       vocab_size=self.tokenizer.vocab_size,
-      workers=self.environment.workers,
+      workers=self.environment.workers if multi_turn else 0,
     )
     for index in indices:
       driver.begin(groups[index])

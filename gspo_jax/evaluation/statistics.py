@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from scipy import special
 
 from gspo_jax.evaluation import elo
 from gspo_jax.evaluation.benchmarks import Benchmark
@@ -25,7 +26,7 @@ def summary(benchmark: Benchmark, result: Row) -> dict[str, float]:
   """
   right_PG, records = right_answers(benchmark, result), result["records"]
   accuracy_P = right_PG.mean(1)
-  row = means([record.get("figures", {}) for record in records])
+  row = means([record.get("figures", {}) for record in records if "unknown" not in record])
   row |= _bounded("accuracy", accuracy_P.mean(), *bootstrap(accuracy_P))
   for k in benchmark.config.pass_at:
     pass_P = pass_at_k(right_PG.shape[1], right_PG.sum(1), k)
@@ -127,16 +128,15 @@ def pass_at_k(samples: int, right_P: np.ndarray, k: int) -> np.ndarray:
 def bootstrap(value_P: np.ndarray) -> tuple[float, float]:
   """Returns the 95 % interval of the mean, from resampled problems.
 
-  If all values are 0 or all are 1, resampling would give an interval of width 0. The exact bound of
-  Clopper and Pearson, b = 1 - 0.025^(1/P), is used instead. If all values are 0, the interval ends
-  at b. If all values are 1, the interval begins at 1 - b.
+  If all values are equal, resampling would give an interval of width 0. The interval of Clopper and
+  Pearson for as many problems and this mean is used instead.
   """
-  bound = 1 - 0.025 ** (1 / len(value_P))
-  if not value_P.any():
-    return 0.0, bound
-  if (value_P == 1).all():
-    return 1 - bound, 1.0
-  low, high = np.percentile(value_P[_resamples(len(value_P))].mean(1), [2.5, 97.5])
+  P, right = len(value_P), value_P.sum()
+  if np.ptp(value_P) > 0:
+    low, high = np.percentile(value_P[_resamples(P)].mean(1), [2.5, 97.5])
+  else:
+    low = special.betaincinv(right, P - right + 1, 0.025) if right else 0.0
+    high = special.betaincinv(right + 1, P - right, 0.975) if right < P else 1.0
   return float(low), float(high)
 
 

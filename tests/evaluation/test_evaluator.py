@@ -406,6 +406,7 @@ def test_conversations_that_fail_are_wrong_and_no_problem_is_missing():
   assert [record["reward"] for record in records] == [1, 1, 0, 0, 0, 0, 0, 0]
   assert row["eval/accuracy"] == 0.25 and row["eval/verifier/unknown"] == 0.75
   assert row["eval/cost"] == 2.0
+  assert row["eval/tokens"] == np.mean([record["figures"]["tokens"] for record in records[:2]]) > 0
   reasons = [record.get("unknown", "") for record in records[::2]]
   for reason, text in zip(reasons, ("", "cannot begin: KeyError", "raised KeyError", "cost=inf")):
     assert text in reason

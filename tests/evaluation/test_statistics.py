@@ -23,6 +23,8 @@ def test_bootstrap_interval_shrinks_with_problems():
   assert many < few > 0.2
   assert bootstrap(np.zeros(10)) == (0.0, pytest.approx(0.3085, abs=1e-4))  # Clopper-Pearson.
   assert bootstrap(np.ones(10)) == (pytest.approx(0.6915, abs=1e-4), 1.0)
+  assert bootstrap(np.full(10, 0.5)) == pytest.approx((0.1871, 0.8129), abs=1e-4)
+  assert bootstrap(np.array([0.25]))[1] > 0.9
 
 
 def test_an_accuracy_is_printed_with_its_interval():

@@ -37,6 +37,27 @@ def test_learning_is_judged_by_intervals_of_held_out_accuracy(accuracies, state,
   assert (learning["state"], learning["answer"]) == (state, answer)
 
 
+@pytest.mark.parametrize(
+  "aime, math, state",
+  [
+    ((0.1, 0.3), (0.5, 0.2), "bad"),
+    ((0.0, 0.0), (0.5, 0.8), "good"),
+    ((0.1, 0.1), (0.5, 0.5), "open"),
+  ],
+)
+def test_learning_is_judged_by_all_benchmarks(aime, math, state):
+  rows = []
+  for step, accuracies in enumerate(zip(aime, math)):
+    row = rl(10 * step)
+    for name, accuracy in zip(("aime", "math"), accuracies):
+      keys = eval_keys(accuracy).items()
+      row |= {key.replace("eval/", f"eval/{name}/"): value for key, value in keys}
+    rows.append(row)
+  learning = answers(rows)[0]
+  assert learning["state"] == state
+  assert learning["because"].startswith("aime" if state == "open" else "math")
+
+
 @pytest.mark.parametrize("reward, shown", [(0.3, []), (0.7, [0.7])])
 def test_graded_rewards_are_beside_the_accuracy(reward, shown):
   facts = answers([rl(0, **eval_keys(0.3), **{"eval/reward/mean": reward})])[0]["facts"]

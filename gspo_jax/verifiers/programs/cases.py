@@ -24,7 +24,6 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from gspo_jax.verifiers import thought
 from gspo_jax.verifiers.programs import files
 from gspo_jax.verifiers.programs.sandbox import wire
 
@@ -218,53 +217,6 @@ class _Unpickler(pickle.Unpickler):
 
   def persistent_load(self, pid):
     raise pickle.UnpicklingError("the pickle refers to something outside it")
-
-
-def extract(response: str, fences: bool = True) -> str | None:
-  """Returns the program in a response. Returns None if there is none.
-
-  The program is the last complete Markdown block with the language Python, else the last block
-  without a language. Only text after the thought counts (`thought.after`). The indentation of a
-  fence, as in a list, is removed from the lines of its block.
-
-  fences: whether a program must be in a block. If not, a whole response without ``` is a program,
-    since base models complete functions without fences.
-  """
-  text = thought.after(response)
-  blocks, block, mark, opening, indent = {}, None, "", "", 0  # `blocks`: last one by language.
-  for line in text.split("\n"):
-    fence, label = _fence(line)
-    if fence and block is None:
-      block, opening, mark = [], fence, label.strip("{}.").lower()
-      indent = len(line) - len(line.lstrip(" \t"))
-    elif fence.startswith(opening) and fence and not label:
-      blocks["python" if mark in ("python", "py", "python3", "py3") else mark] = block
-      block = None
-    elif block is not None:
-      block.append(line[:indent].lstrip(" \t") + line[indent:])
-  lines = blocks.get("python", blocks.get(""))
-  program = None if lines is None else "\n".join(lines)
-  if program is None and not fences and "```" not in text:
-    program = text
-  return program if program and program.strip() else None
-
-
-def _fence(line: str) -> tuple[str, str]:
-  """Returns a line's fence (three or more ` or ~) and language. A missing part is ""."""
-  text = line.strip(" \t\r")
-  rest = text.lstrip(text[:1]) if text[:1] in ("`", "~") else text
-  fence = text[: len(text) - len(rest)]
-  if len(fence) < 3 or "`" in rest:
-    return "", ""
-  words = rest.split(maxsplit=1)
-  return fence, words[0] if words else ""
-
-
-def completes(program: str, tests: Tests) -> str:
-  """Prepends the preamble, unless the program defines the tested function itself."""
-  name = re.escape(tests.function)
-  defined = re.search(rf"^(?:(?:async\s+)?def\s+{name}\s*[(\[]|{name}\s*=)", program, re.M)
-  return program if defined else tests.preamble + program
 
 
 def same_text(output: str, expected: str, tolerance: float = 0.0) -> bool:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from gspo_jax.verifiers import pool
-from gspo_jax.verifiers.programs import cases, files, process
+from gspo_jax.verifiers.programs import cases, extraction, files, process
 from gspo_jax.verifiers.programs.process import DEFAULTS, Limits, Sandbox, SandboxError
 from gspo_jax.verifiers.programs.sandbox import assertions, wire
 
@@ -118,7 +118,7 @@ class CodeVerifier(contextlib.AbstractContextManager):
       for text in set(answers)
     }
     pairs = [
-      (cases.extract(response, fences=tests[text].kind != "check"), text)
+      (extraction.extract(response, fences=tests[text].kind != "check"), text)
       for response, text in zip(responses, answers, strict=True)
     ]
     futures = {
@@ -141,7 +141,7 @@ class CodeVerifier(contextlib.AbstractContextManager):
     """
     if tests.kind == "check":
       return self._check(program, tests)
-    if tests.input_files:
+    if tests.input_files or tests.output_files:
       program = files.with_files(program, tests.input_files, tests.output_files)
     with self._sandbox() as sandbox:
       for value, expected in zip(tests.inputs, tests.outputs):
@@ -183,7 +183,7 @@ class CodeVerifier(contextlib.AbstractContextManager):
       ours.close()
       theirs.close()
       request = {"function": tests.function, "preamble": cases.standalone(tests.preamble)}
-      program = cases.completes(program, tests)
+      program = extraction.completes(program, tests)
       candidate.start(request | {"kind": "serve", "code": program}, most=0)
       check = request | {"kind": "check", "code": tests.code}
       verdict = asserting.run(check | {"output_bytes": self._limits.output_bytes}, most=0)

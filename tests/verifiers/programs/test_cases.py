@@ -11,7 +11,7 @@ import zlib
 import pytest
 from support.cost import assert_linear
 
-from gspo_jax.verifiers.programs import cases
+from gspo_jax.verifiers.programs import cases, extraction
 from gspo_jax.verifiers.programs.sandbox import wire
 
 CASES = [{"input": "1\n", "output": "2", "testtype": "stdin"}]
@@ -267,10 +267,10 @@ def test_comparing_an_output_is_linear(output, expected, tolerance):
   assert_linear(cases.same_text, lambda n: (output(n), expected(n, output(n)), tolerance))
 
 
-@pytest.mark.parametrize("unit", ["def ", "async ", "async\n", "f ", "f\n"])
+@pytest.mark.parametrize("unit", ["def ", "async ", "async\n", "f ", "f\n", " a\ndef a\n", " \n"])
 def test_seeing_whether_code_goes_on_is_linear(unit):
   tests = cases.Tests("check", function="f", preamble="def f():\n")
-  assert_linear(cases.completes, lambda n: (unit * n, tests))
+  assert_linear(extraction.completes, lambda n: (unit * n, tests))
 
 
 @pytest.mark.parametrize(
@@ -283,11 +283,26 @@ def test_seeing_whether_code_goes_on_is_linear(unit):
     ("def f[T](x: T) -> T:\n  return x\n", False),
     ("f = lambda x: x", False),
     ("def f2(x):\n  return x\n", True),
+    ("  return g(x)\n\ndef g(x):\n  return x\n", True),  # The body uses it.
   ],
 )
 def test_what_does_not_define_the_function_continues_the_prompt(program, continues):
   tests = cases.Tests("check", function="f", preamble="def f(x):\n")
-  assert cases.completes(program, tests) == "def f(x):\n" * continues + program
+  assert extraction.completes(program, tests) == "def f(x):\n" * continues + program
+
+
+@pytest.mark.parametrize(
+  "rest",
+  [
+    *("def", "class", "#", "if", "print", "print(f("),
+    *("def f(x):\n  return 2\n", "def h(x):\n  re", "if __name__ == '__main__':\n  f(1)"),
+  ],
+)
+def test_a_body_ends_where_humaneval_ends_it(rest):
+  """With the stop string at its end, or cut off anywhere."""
+  tests = cases.Tests("check", function="f", preamble="def f(x):\n")
+  body = "\n  return g(x) if f else x\n\ndef g(x):\n  return x\n"
+  assert extraction.completes(f"{body}{rest}", tests) == f"def f(x):\n{body}"
 
 
 def test_what_a_large_output_takes_of_memory():
@@ -362,15 +377,15 @@ FENCED = "Sure.\n```{}\nprint(1)\n```\nDone."
   ],
 )
 def test_extraction(response, program):
-  assert cases.extract(response) == program
+  assert extraction.extract(response) == program
 
 
 def test_base_models_answer_with_bare_code():
-  assert cases.extract("    return 1\n", fences=False) == "    return 1\n"
-  assert cases.extract(FENCED.format("python"), fences=False) == "print(1)"
-  assert cases.extract("```python\nprint(", fences=False) is None
+  assert extraction.extract("    return 1\n", fences=False) == "    return 1\n"
+  assert extraction.extract(FENCED.format("python"), fences=False) == "print(1)"
+  assert extraction.extract("```python\nprint(", fences=False) is None
 
 
 @pytest.mark.parametrize("unit", ["```\n", "```python\n", "`", "</think>"])
 def test_extraction_is_linear(unit):
-  assert_linear(cases.extract, lambda n: (unit * n,))
+  assert_linear(extraction.extract, lambda n: (unit * n,))

@@ -79,6 +79,21 @@ def test_function_calls(verifier):
   assert verifier.outcome(function, tests) == Outcome.RIGHT
 
 
+@pytest.mark.parametrize("before", ["from heapq import *", "def merge(a): return a"])
+def test_a_method_of_solution_comes_before_a_function_of_its_name(verifier, before):
+  tests = cases.parse(
+    json.dumps(dict(inputs=["[3, 1]\n[2]"], outputs=["[1, 2, 3]"], fn_name="merge"))
+  )
+  method = "class Solution:\n  def merge(self, a: List[int], b: List[int]): return sorted(a + b)"
+  assert verifier.outcome(f"{before}\n{method}", tests) == Outcome.RIGHT
+
+
+def test_an_output_file_without_an_input_file(verifier):
+  answer = dict(inputs=["3"], outputs=["6"], output_files=["output.txt"])
+  program = "open('output.txt', 'w').write(str(int(input()) * 2))"
+  assert verifier.outcome(program, cases.parse(json.dumps(answer))) == Outcome.RIGHT
+
+
 @pytest.mark.parametrize(
   "program, outcome",
   {

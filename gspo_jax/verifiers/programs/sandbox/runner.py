@@ -344,9 +344,10 @@ def _encode_value(value) -> dict:
 
 
 def _find(module: dict, name: str):
-  """Returns a function of the module, or a method of its class `Solution`."""
-  if name not in module and "Solution" in module:
-    return getattr(module["Solution"](), name)
+  """Returns a method of the module's class `Solution`, as LiveCodeBench does, or a function."""
+  solution = module.get("Solution")
+  if isinstance(solution, type) and hasattr(solution, name):
+    return getattr(solution(), name)
   return module[name]
 
 
