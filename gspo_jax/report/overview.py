@@ -88,7 +88,7 @@ def _learning(by_phase: ByPhase, flat: Mapping[str, Any]) -> Row:
 
 
 def average(flat: Mapping[str, Any], key: str = "eval/accuracy") -> str:
-  """Returns the name of a mean accuracy: "avg@4" for four samples per problem, "avg@k" if unknown."""
+  """Returns the name of a mean accuracy: "avg@4" for four samples, "avg@k" if unknown."""
   benchmark = _benchmark(key)
   k = flat.get(f"eval.benchmarks.{benchmark}.samples" if benchmark else "eval.samples", "k")
   return f"avg@{k}"
@@ -124,7 +124,7 @@ def assess_accuracy(rows: Rows, key: str = "eval/accuracy") -> tuple[str, str, s
 
 
 def _assess_accuracies(rows: Rows, keys: Sequence[str]) -> tuple[str, str, str] | None:
-  """Assesses the held-out accuracy; without it, all benchmarks, where a fall outweighs a rise."""
+  """Assesses the held-out accuracy, else all benchmarks. A fall outweighs a rise."""
   answers = {key: answer for key in keys if (answer := assess_accuracy(rows, key))}
   states = ("bad", "good", "open")
   chosen = min(answers.values(), key=lambda answer: states.index(answer[0]), default=None)
