@@ -25,6 +25,7 @@ TRAIN = [  # all but the losses: models, sampling, and the command line
   "ml-collections>=1.1.0",  # configuration
   "absl-py>=2.3.0",  # flags
   "ml_dtypes>=0.5.0",  # bfloat16 on the host
+  "scipy>=1.17.0",  # intervals of accuracies and of experiments; jax needs it too
   "tokenizers>=0.22.0",  # tokenizer.json of Hugging Face checkpoints
   "jinja2>=3.1.6",  # their chat templates
   "safetensors>=0.6.0",  # their weights
@@ -49,7 +50,6 @@ AOT_CUDA = [
 # Experiments are in the checkout only: their tables and figures belong to their commits.
 EXPERIMENTS = [
   "pandas>=3.0.0",  # tables of runs
-  "scipy>=1.17.0",  # Student's t intervals, interpolation
   "matplotlib>=3.10.0",  # figures
 ]
 
