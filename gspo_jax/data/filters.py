@@ -132,9 +132,9 @@ def conditions(text: str, key: str) -> tuple[Condition, ...]:
     elif _JOINED.search(value):
       raise DataError(f"{key}: {part!r}: join conditions with `and`, and there is no `or`")
     elif _WEIGHT.search(value):
-      raise DataError(f"{key}: {part!r}: write the weight before `where`")
-    else:
-      value = re.sub(r"""(["'])(.*)\1""", r"\2", value)  # A shell's habit: field=="a b".
+      raise DataError(f"{key}: {part!r}: write a weight before `where`, or quote the value")
+    elif quoted := re.fullmatch(r"""(["'])(.*)\1""", value):
+      value = quoted[2]
     parsed.append(Condition(field, op, value))
   return tuple(parsed)
 

@@ -90,7 +90,8 @@ def test_there_is_no_order_between_a_number_and_a_text_without_one(text):
     ("<2025-03-01", "2025/02/28", True), ("<=2025-02-28", "2025-02-28T00:00:00", True),
     ("==2025-02-28", "2025-02-28T00:00:00", True), (">2025-02-27", "2025-02-27T09:00:00", False),
     (">2024", "2024-10-01", False),
-    ('!="a b"', "a b", False), ("=='a b'", "a b", True), ("==a or b", "a or b", True),
+    ('!="a b"', "a b", False), ("=='a b'", "a b", True), ("==The 'A' team", "The 'A' team", True),
+    ("==a or b", "a or b", True),
     ("==2024-10-05T00:00:00", "2024-10-05T00:00:00", True), ("==x:y", "x:y", True),
   ],
 )  # fmt: skip

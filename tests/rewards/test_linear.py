@@ -13,7 +13,7 @@ from gspo_jax.sampling.requests import Request
 from gspo_jax.tasks import arithmetic
 from gspo_jax.tasks.calculator import Calculator
 from gspo_jax.verifiers import math_answer, string_match, thought
-from gspo_jax.verifiers.programs import cases
+from gspo_jax.verifiers.programs import cases, extraction
 
 TESTS = cases.Tests("check", function="f", preamble="def f():\n", code="assert f()")
 
@@ -53,7 +53,7 @@ def stop_strings(text):
   for start in range(0, len(tokens), 16):
     live.parts.append((tokens[start : start + 16],))
     live.count += len(live.parts[-1][0])
-    live.stopped_by(ByteTokenizer().decode)
+    live.stopped_by(ByteTokenizer().token_bytes())
 
 
 def shown_in_the_report(text):
@@ -70,9 +70,9 @@ def decode(text):
 
 READERS = {
   "thought": thought.after,
-  "code": cases.extract,
-  "code of base models": lambda text: cases.extract(text, fences=False),
-  "code that goes on": lambda text: cases.completes(text, TESTS),
+  "code": extraction.extract,
+  "code of base models": lambda text: extraction.extract(text, fences=False),
+  "code that goes on": lambda text: extraction.completes(text, TESTS),
   "printed text": lambda text: cases.same_text(text, text + "x"),
   "think": lambda text: shaping.keeps_format(text, "think"),
   "think_answer": lambda text: shaping.keeps_format(text, "think_answer"),

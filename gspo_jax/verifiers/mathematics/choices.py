@@ -16,9 +16,17 @@ _CHOICE = re.compile(
 # Words after a letter that make a sentence about it, or name another letter. They are no option.
 _SENTENCE = re.compile(
   r"(?:is|are|was|were|can|could|may|might|must|should|would|will|do|does|did|has|had|and|fails?"
-  r"|seems?|looks|appears|excluded|rejected|discarded|eliminated|ruled)\b|.*\b[A-J]\b",
-  re.DOTALL,
+  r"|seems?|looks|appears|gives?|works?|rules?|too|both|through|same|hmm)\b"
+  r"|(?:contradict|discard|elimin|exclu|reject|ruled|ruling|violat|unlikely|unsure|untrue)"
+  r"|.*(?-i:\b[A-Jb-j]\b)",
+  re.DOTALL | re.IGNORECASE,
 )
+_WORDS = re.compile(r"\s*\(?[A-J][).:]\s*(?!is\b)[A-Za-z]{2}")
+
+
+def in_words(text: str) -> bool:
+  """Whether a text begins with a letter and words, as an option does, or a sentence about it."""
+  return bool(_WORDS.match(_NOUN.sub(r"(\1) ", text)))
 
 
 def split(text: str) -> tuple[str, str] | None:

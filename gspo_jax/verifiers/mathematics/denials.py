@@ -21,15 +21,20 @@ NO_REPORT = re.compile(  # Words such as "could" or "hope", after which the numb
 )
 _MAY_BE = re.compile(r"\b(?:can|could|may|might|would)(?: \w+)?\s*$")
 RETRACTION = re.compile(
-  r"[.!?]\s+(?:no\b(?! (?:other|further|more|additional)\b)|wait|but|actually"
+  r"[.!?]\s+(?:no\b(?! (?:other|further|more|additional) (?:values?|solutions?|answers?|steps?"
+  r"|cases?|simplifications?|possibilit\w+)\b)|wait|but|actually"
   r"|that(?:'s| is) (?:wrong|not))",
   re.IGNORECASE,
 )
 # The reason before an answer, as in "since x is not 3, the answer is". Its denials concern other
-# values, unless the sentence is a supposition.
+# values, unless the sentence is a supposition, or the reason speaks of a claim.
 _REASON = re.compile(
-  r"\W*(?:(?:but|and) )?(?:since|because)\b.*,\s(?!that\b)"
-  r"|.*,\s(?=(?:and )?(?:so|thus|hence|therefore)\b(?!,? that\b))",
+  r"(?:\W*(?:(?:but|and) )?(?:since|because)\b[^,]*,\s|(?P<claim>.*),\s(?:and )?"
+  r"(?:so|thus|hence|therefore),? )(?=(?:we \w+(?: that)? )?(?:the|my|our) [\w ]*$)",
+  re.IGNORECASE,
+)
+_CLAIM = re.compile(
+  r"\b(?:wrong|false|incorrect|true|case|mistake\w*|claim\w*|say\w*|said|conclude\w*)\b",
   re.IGNORECASE,
 )
 _SUPPOSITION = re.compile(
@@ -41,16 +46,21 @@ _COUNT = re.compile(
   r"(?:n['’]t| not| never| no| neither(?: \w+ nor)?)\b",
   re.IGNORECASE,
 )
+_OTHER = re.compile(r"(?<!\bin )\bother\b", re.IGNORECASE)
+_SOME_OTHER = re.compile(r"\b(?:any|every|some|one of the) other\b", re.IGNORECASE)
 _CLAUSE = re.compile(r"[,?]\s|\bwhich\b|(?<=\d)\s(?=it\b|$)")
 
 
 def in_announcement(words: str) -> bool:
   """Whether the words of a sentence before "answer is" deny the answer."""
   reason = None if _SUPPOSITION.search(words) else _REASON.match(words)
-  return bool(DENIAL.search(words[reason.end() :] if reason else words))
+  if reason and not _CLAIM.search(reason["claim"] or ""):
+    words = words[reason.end() :]
+  clause = words.rpartition(",")[2]  # DENIAL has words at the beginning, such as "minus".
+  return any(map(DENIAL.search, (words, clause))) or bool(_OTHER.search(words))
 
 
 def in_subject(words: str) -> bool:
   """Whether the words of a sentence before its verb deny the value after the verb."""
   clause = _CLAUSE.split(_COUNT.sub("", words))[-1]
-  return bool(DENIAL.search(clause) or _MAY_BE.search(clause))
+  return bool(DENIAL.search(clause) or _MAY_BE.search(clause) or _SOME_OTHER.search(clause))

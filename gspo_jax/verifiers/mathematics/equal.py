@@ -209,11 +209,12 @@ def _same_group(gold: Group, ours: Group) -> bool:
   if kinds in ({"ratio"}, {"list", "tuple"}):
     bracket = next((g.brackets for g in (gold, ours) if g.kind == "tuple"), "()")
     return bracket == "()" and _in_order(gold.items, ours.items)
-  # If only one side has names (x = 1, y = 2 against 1, 2), the order counts. A set has none.
+  # If only one side has names (x = 1, y = 2 against 1, 2), the order counts. A set has none, but
+  # x_1 and x_2 are names of the roots in a set.
   ordered = _has_labels(gold) != _has_labels(ours)
   if kinds == {"list"}:
     return (_in_order if ordered else _any_order)(gold.items, ours.items)
-  if "tuple" in kinds or ordered:
+  if "tuple" in kinds or (ordered and _has_labels(gold, True) != _has_labels(ours, True)):
     return False
   if kinds == {"set"}:
     return all(
@@ -224,9 +225,13 @@ def _same_group(gold: Group, ours: Group) -> bool:
   return _any_order(gold.items, ours.items)
 
 
-def _has_labels(group: Group) -> bool:
-  """Whether all items of a list have names, at least two of them different."""
+def _has_labels(group: Group, roots: bool = False) -> bool:
+  """Whether all items of a list have names, at least two of them different.
+
+  roots: whether names without their indices must differ.
+  """
   labels = [item.name for item in group.items if isinstance(item, Named)]
+  labels = [label.partition("_")[0] for label in labels] if roots else labels
   return len(labels) == len(group.items) > 1 and len(set(labels)) > 1
 
 
@@ -351,8 +356,8 @@ def _pieces(region: sp.Set) -> list[tuple] | None:
 
 # A month or a clock time, whose spelling varies in case and full stops.
 _DATE = re.compile(
-  r"\b(?:january|february|march|april|may|june|july|august|september|october|november|december)\b"
-  r"|\d [ap]m\b"
+  r"(\d(?:st|nd|rd|th)?,? (?:of )?)?\b(?:january|february|march|april|may|june|july|august"
+  r"|september|october|november|december)\b(?(1)|,? \d)|\d [ap]m\b"
 )
 
 

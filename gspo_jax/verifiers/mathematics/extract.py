@@ -8,7 +8,7 @@ take time linear in the text.
 import re
 
 from gspo_jax.verifiers import string_match, thought
-from gspo_jax.verifiers.mathematics import denials, quantity, spelling, units
+from gspo_jax.verifiers.mathematics import choices, denials, quantity, spelling, units
 from gspo_jax.verifiers.mathematics.denials import DENIAL
 from gspo_jax.verifiers.mathematics.spelling import FORMULA, TEXT, inside, plain, trim
 
@@ -188,6 +188,8 @@ def _last_statement(text: str) -> str:
     return trim(text)
   sentences = _SENTENCE.split("\n".join(map(_bare, text.split("\n"))))
   for sentence in filter(re.compile(r"\w").search, reversed(sentences)):
+    if choices.in_words(sentence):  # A remark on an option, not an answer.
+      return ""
     formula = _without_lead(sentence)
     if is_formula(formula):
       return trim(formula)

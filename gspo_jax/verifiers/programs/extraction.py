@@ -46,17 +46,17 @@ def _fence(line: str) -> tuple[str, str]:
   return fence, words[0] if words else ""
 
 
-# Lines at which HumanEval's protocol ends a response (Chen et al., arXiv:2107.03374).
-_END = re.compile(r"^(?:#|(?:if|print)\b|(?:(?:async +)?def|class)\b[ \t]*(\w*))", re.MULTILINE)
+# Decorators, and lines at which HumanEval's protocol ends a response (arXiv:2107.03374).
+_END = re.compile(r"^(?:[#@]|(?:if|print)\b|(?:(?:async +)?def|class)\b[ \t]*(\w*))", re.MULTILINE)
 
 
 def completes(program: str, tests: Tests) -> str:
   """Prepends the preamble, unless the program defines the tested function itself.
 
-  If the first line is indented, the program is a body, and ends as in HumanEval's protocol: base
-  models run on, or stop after a stop string. Functions and classes that the body uses stay.
+  If the first statement is indented, the program is a body, and ends as in HumanEval's protocol:
+  base models run on, or stop after a stop string. Functions and classes that it uses stay.
   """
-  lines = (line for line in program.split("\n") if line.strip())
+  lines = (line for line in program.split("\n") if line.strip() and line.lstrip()[0] != "#")
   if next(lines, "").startswith((" ", "\t")):
     return tests.preamble + _body(program, tests.function)
   name = re.escape(tests.function)
@@ -66,10 +66,16 @@ def completes(program: str, tests: Tests) -> str:
 
 def _body(text: str, function: str) -> str:
   """Returns a function's body, and the functions and classes that it uses."""
-  used, start = set(), 0
+  starts, names = [], []
   for match in _END.finditer(text):
-    used |= {*re.findall(r"\w+", text[start : match.start()])} - {function}
-    if match[1] not in used:
-      return text[: match.start()]
-    start = match.end()
-  return text
+    starts.append(match.start())
+    names.append(match[1])
+    if match[1] == function:  # The rest defines the function again.
+      break
+  parts = [text[start:end] for start, end in zip([0, *starts], [*starts, len(text)])]
+  used, count = {*re.findall(r"\w+", parts[0])} - {function}, 1
+  for i, name in enumerate(names, 1):
+    if name in used:
+      count = i + 1
+      used |= {*re.findall(r"\w+", parts[i])} - {function}
+  return "".join(parts[:count])

@@ -284,6 +284,12 @@ def test_seeing_whether_code_goes_on_is_linear(unit):
     ("f = lambda x: x", False),
     ("def f2(x):\n  return x\n", True),
     ("  return g(x)\n\ndef g(x):\n  return x\n", True),  # The body uses it.
+    (
+      "  return g(x)\n\n# Helper.\n@cache\ndef g(x):\n  return h(x)\n\ndef h(x):\n  return x\n",
+      True,
+    ),
+    ("  return g(x)\n\nif True:\n  pass\ndef g(x):\n  return x\n", True),
+    ("    # Solution\ndef f(x):\n  return x\n", False),
   ],
 )
 def test_what_does_not_define_the_function_continues_the_prompt(program, continues):
