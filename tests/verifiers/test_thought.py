@@ -3,13 +3,13 @@
 import pytest
 
 from gspo_jax.verifiers import math_answer, string_match, thought
-from gspo_jax.verifiers.programs import cases
+from gspo_jax.verifiers.programs import extraction
 
 CODE = "```python\nprint(18)\n```"
 EXTRACTED = {  # An answer outside of a thought; within an open thought it is none.
   math_answer.extract: "so it is 18",
   string_match.extract: "18",
-  cases.extract: CODE,
+  extraction.extract: CODE,
 }
 
 
