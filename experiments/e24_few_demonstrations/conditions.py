@@ -96,10 +96,9 @@ def report(results: Results) -> Report:
   outcome = OPEN
   if primary.count >= len(SEEDS + FURTHER):
     outcome = HOLDS if primary.low > 0 else FAILS
-  because = (
-    f"with {FEW} demonstrations, GSPO less the best imitation is {primary.text()}; with {MORE} it "
-    f"is {more.text()}"
-  )
+  because = f"with {FEW} demonstrations, GSPO less the best imitation is {primary.text()}"
+  if more.count:
+    because += f"; with {MORE} it is {more.text()}"
   tables = [_differences(results), _accuracies(results)]
   return Report(Verdict(outcome, because), tables, dict(accuracy=_figure(results)))
 
