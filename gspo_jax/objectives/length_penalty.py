@@ -50,6 +50,5 @@ def _length(length: ArrayLike) -> Array:
   """Checks lengths, and returns them in float32 or wider."""
   length = jnp.asarray(length)
   checks.require(length >= 0, "length must not be negative")
-  if jnp.issubdtype(length.dtype, jnp.integer):
-    return length.astype(jnp.float32)
-  return length.astype(jnp.promote_types(length.dtype, jnp.float32))
+  dtype = length.dtype if jnp.issubdtype(length.dtype, jnp.floating) else jnp.float32
+  return length.astype(jnp.promote_types(dtype, jnp.float32))

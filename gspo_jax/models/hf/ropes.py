@@ -6,10 +6,10 @@ layers, `LOCAL` (sliding window) and `GLOBAL`.
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
+from gspo_jax.models.attention.positions import attention_factor
 from gspo_jax.models.families.declaration import Architecture
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.model_groups import RopeConfig
@@ -113,8 +113,8 @@ def _rule(
 
 
 def _yarn_factor(factor: float) -> float:
-  """Returns YaRN's default factor on queries and keys together (arXiv:2309.00071, Eq. 22)."""
-  return 1 + 0.1 * math.log(factor) if factor > 1 else 1.0
+  """Returns YaRN's default factor on queries and keys."""
+  return attention_factor(RopeConfig(rule="yarn", factor=factor, original_length=1))
 
 
 def one_of(key: str, *places: Mapping[str, Any]) -> Any:
