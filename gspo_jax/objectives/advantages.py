@@ -122,7 +122,7 @@ def constrained_advantages(
           f"{name}[{i}] has shape {signal_PG.shape}, expected [P, G] = {terms[0].shape}"
         )
       terms.append(weight * group_advantages(signal_PG, epsilon=epsilon, valid_PG=valid_PG))
-  return sum(terms)
+  return sum(terms[1:], terms[0])
 
 
 def gdpo_advantages(
