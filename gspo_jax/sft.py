@@ -80,11 +80,11 @@ def sft(run: Run) -> Any:
       if last or step % c.checkpoint.every == 0 or (reported and phase.is_time()):
         _wait(phase, state)
         with phase.stages("save"):
-          phase.save()
+          phase.save(row)
       if reported:
         run.report.update(phase.stages)
       done = step
-  if loss is not None and jax.process_index() == 0:
+  if c.sft.target_loss and loss is not None and jax.process_index() == 0:
     sys.stderr.write(_describe_end(done, loss, c.sft.target_loss))
   return state.params
 

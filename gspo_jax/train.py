@@ -268,7 +268,7 @@ def check_best(best: str, row: dict[str, Any], evaluated: bool) -> None:
     row: metrics row of the iteration.
     evaluated: whether the row has metrics of an evaluation.
   """
-  due = evaluated if best.startswith("eval/") else row["step"] > 0
+  due = evaluated if best.startswith("eval/") else row["step"] > 0 and best != "held_out_loss"
   if best and due and best not in row:
     hint = did_you_mean(best, row) or ": metrics.jsonl lists the metrics"
     raise ValueError(f"checkpoint.best={best!r} is no metric of this run{hint}")

@@ -83,7 +83,7 @@ REFUSED = {
     r"another run is in .*mnt/run-[0-9a-f]{8} \(process .* set another --workdir",
   ),
   "a format that does not fit": (
-    dict(reward__format="think_answer"),
+    dict(reward__format="think_answer", reward__format_weight=0.1),
     r"reward\.format='think_answer': its tags alone take 25 tokens",
   ),
   "a reward function of one argument": (

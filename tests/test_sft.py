@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import re
 
 import jax
@@ -127,6 +128,17 @@ def test_without_a_target_it_makes_all_its_updates(tmp_path, monkeypatch, capfd)
   assert len(alive) == 12 and max(alive[1:]) == alive[1]
   with opened(tmp_path, sft__steps=11, resume="force", **options) as run:
     assert sft.finished(run) and same(sft.params_after(run), params)
+
+
+def test_the_checkpoint_with_the_best_held_out_loss_is_kept(tmp_path):
+  """The largest one here, since the loss falls."""
+  best = dict(checkpoint__best="held_out_loss", checkpoint__best_is="largest")
+  often = dict(checkpoint__every=2, checkpoint__keep=1, sft__target_loss=1e-3)
+  with opened(tmp_path, sft__steps=8, **best, **often) as run:
+    sft.sft(run)
+    steps = os.listdir(run.config.checkpoint.phase_directory(run.workdir, "sft"))
+  loss = losses(tmp_path)
+  assert {*steps} == {"8", str(max(loss, key=loss.get))} and loss[8] < max(loss.values())
 
 
 def test_what_is_held_out_is_not_trained_on(tmp_path, monkeypatch, capfd):

@@ -222,8 +222,9 @@ class Checkpointer:
         self._mirror.copy()  # Includes rows written since the last save.
 
   def _score(self, metrics: Mapping[str, float]) -> float:
-    """Returns `_sign` times the ranking metric; -inf if it was not measured."""
-    return self._sign * metrics.get(self._best, -self._sign * math.inf)
+    """Returns `_sign` times the ranking metric; -inf if it was not measured, or is not finite."""
+    score = self._sign * metrics.get(self._best, math.nan)
+    return score if math.isfinite(score) else -math.inf
 
   def _wait(self) -> None:
     """Waits for the save in the background.
@@ -275,14 +276,13 @@ class Checkpointer:
 
   def _complete(self) -> None:
     """Copies the workdir after a checkpoint's files are written, before the final rename."""
-    _, start = self._saving
     try:
       if hosts.is_first():
         self._mirror.copy()
     except BaseException as error:
       self._fail(error)
       raise
-    self._seconds = time.perf_counter() - start
+    self._seconds = time.perf_counter() - self._saving[1]
 
 
 @dataclasses.dataclass(frozen=True)

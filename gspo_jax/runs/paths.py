@@ -57,7 +57,7 @@ def _check_required(config: RunConfig) -> None:
   if config.job == "offline":
     description = "recorded responses: RUN/rollouts/rl_*.jsonl, or other files of this format"
     paths["offline.data"] = config.offline.data, description
-  if config.benchmarks():
+  if config.benchmarks() or config.job == "sft":
     del paths["data.eval"]
   missing = [f"--config.{key}= ({form})" for key, (path, form) in paths.items() if not path]
   if missing:

@@ -224,11 +224,15 @@ class ObjectiveConfig:
     return values
 
   @property
+  def clip_ranges(self) -> tuple[float | None, float | None]:
+    """clip_low and clip_high. Each is None if the loss has no such bound."""
+    options = options_of(self.name) | self.options()
+    return options.get("clip_low"), options.get("clip_high")
+
+  @property
   def clip_range(self) -> float:
     """The smaller nonzero value of clip_low and clip_high, else 0."""
-    options = options_of(self.name) | self.options()
-    sides = [options.get(key) for key in ("clip_low", "clip_high")]
-    return min((side for side in sides if side), default=0.0)
+    return min((side for side in self.clip_ranges if side), default=0.0)
 
   def hyperparameters(self) -> dict[str, Any]:
     """Returns numeric arguments of compiled programs.

@@ -16,13 +16,7 @@ from typing import Any, NamedTuple
 from gspo_jax import objectives as O
 from gspo_jax.settings import estimators, ranges
 from gspo_jax.settings.evaluation import EvalConfig
-from gspo_jax.settings.losses import options_of
-from gspo_jax.settings.rewards import (
-  RESPONSE_SIGNALS,
-  VERIFIERS,
-  CostSignal,
-  RewardSignal,
-)
+from gspo_jax.settings.rewards import RESPONSE_SIGNALS, VERIFIERS, CostSignal, RewardSignal
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.settings.sampling import MAX_CANDIDATES, SamplingConfig
 from gspo_jax.settings.training import OptimizerConfig
@@ -120,15 +114,20 @@ def _lengths(c: RunConfig) -> dict[str, int]:
   return windows | {"data.max_prompt_tokens + eval.max_new_tokens": prompt + c.eval.max_new_tokens}
 
 
+def _figures(c: RunConfig) -> list[str]:
+  """Returns names of metrics of evaluations."""
+  return c.eval.figures() + [f"eval/constraint/{name}" for name in c.constraints.signals]
+
+
 def _closest_metric(c: RunConfig) -> dict[str, str]:
   """Returns {metric: `checkpoint.best`}, for the metric with the most similar name."""
-  best, metrics = c.checkpoint.best, c.eval.figures()
+  best, metrics = c.checkpoint.best, _figures(c)
   return {(difflib.get_close_matches(best, metrics, n=1) or metrics)[0]: best}
 
 
 def _is_unknown_metric(c: RunConfig, best: str) -> bool:
   """Whether `best` is an unknown metric of evaluations. (Environments may add metrics.)"""
-  unknown = best not in c.eval.figures() and "/verifier/" not in best
+  unknown = best not in _figures(c) and "/verifier/" not in best
   return best.startswith("eval/") and unknown and not c.environment.name
 
 
@@ -171,15 +170,9 @@ def _weight_paths(c: RunConfig) -> dict[str, str]:
   return {key: path for key, path in paths.items() if path}
 
 
-def _clip_ranges(c: RunConfig) -> tuple[float | None, float | None]:
-  """Returns clip_low and clip_high. Each is None if the loss has no such bound."""
-  options = options_of(c.objective.name) | c.objective.options()
-  return options.get("clip_low"), options.get("clip_high")
-
-
 def _mixes_up_clip_ranges(c: RunConfig) -> bool:
   """Whether ratios of responses have a clip range for ratios of tokens, or the reverse."""
-  widest, name = max(side or 0 for side in _clip_ranges(c)), c.objective.name
+  widest, name = max(side or 0 for side in c.objective.clip_ranges), c.objective.name
   if name in ("gspo", "gspo_token", "luspo") and c.objective.length_exponent in (None, 1):
     return widest >= 0.15
   return name in ("grpo", "dapo", "dr_grpo", "ppo_clip") and 0 < widest < 0.005
@@ -218,8 +211,11 @@ UNUSED = (
   Unused("profile.steps", "has no effect, since {profile.stage} traces the whole iteration",
     lambda c: c.profile.stage == "all", "CHANGELOG: a profile of a whole iteration"),
   Unused("rl.lag rl.record rl.replay rollout_mesh.fsdp data.query_set",
-    "has no effect with {job} and {offline.fresh}: nothing is sampled", lambda c: not c.samples,
-    "test_pipeline"),
+    "has no effect with {job} and {offline.fresh}: nothing is sampled",
+    lambda c: c.job == "offline" and not c.offline.fresh, "test_pipeline"),
+  Unused("rollout_mesh.data rollout_mesh.expert rollout_mesh.tensor", "has no effect, since "
+    "{rollout_mesh.fsdp}; set fsdp to at least 1", lambda c: not c.rollout_mesh.fsdp,
+    "test_rules: one mesh instead of two"),
   Unused("offline", "has no effect, since {job}", lambda c: c.job != "offline", "test_offline"),
   Unused("objective.correction.name objective.off_policy_threshold objective.volatility "
     "objective.reward_kl_coef environment.name reward.per_line rl.extra_prompts rl.token_budget "
@@ -228,12 +224,15 @@ UNUSED = (
     "log-probs, experts or versions of a sampler", lambda c: c.job == "offline", "test_offline"),
   Unused("rl.max_age", "has no effect: responses are carried over only if rl.extra_prompts or "
     "rl.token_budget is set", lambda c: not c.rl.partial, "test_partial_rollouts"),
-  Unused("schedule", "has no effect with {job}, only with RL", lambda c: "rl" not in c.job,
+  Unused("schedule", "has no effect with {job}, only with RL", lambda c: c.job == "offline",
     "test_schedules"),
   Unused("checkpoint.best_is", "has no effect, since {checkpoint.best}",
     lambda c: not c.checkpoint.best, "test_checkpoint: no best checkpoint"),
   Unused("engine.server", "has no effect, since {engine.name}",
     lambda c: c.engine.name == "local", "docs/engines.md: servers without engine.name"),
+  Unused("reward.format", "has no effect, since {reward.format_weight}",
+    lambda c: not c.reward.format_weight
+    and not any(x.signal == "format" for x in _active(c).values()), "test_rules: no reward for it"),
   Unused("reward.format_weight reward.overlong_weight reward.false_positive reward.false_negative "
     "reward.partial reward.per_line", "has no effect, since {environment.name} gives the rewards",
     lambda c: bool(c.environment.name), "test_rules: an overlong punishment of conversations"),
@@ -378,7 +377,7 @@ INVALID_RL: tuple[Rule | EntryRule, ...] = (  # For jobs with RL or recorded res
     lambda c: _is_greedy(c, c.sampling), "test_main"),
   Rule("{sampling.top_p}, {sampling.min_p}, {sampling.top_k}: updates renormalise over the "
     f"candidates of each token, and at most {MAX_CANDIDATES} are recorded; set sampling.top_k "
-    f"between 2 and {MAX_CANDIDATES} too, or set top_p=1 and min_p=0 (evaluation has its own keys)",
+    f"between 2 and {MAX_CANDIDATES} too, or set top_p=1 and min_p=0",
     lambda c: not c.sampling.untruncated and not 0 < c.sampling.top_k <= MAX_CANDIDATES,
     "test_truncated_sampling: ratios off by the excluded probability"),
   Rule("{sampling.top_k}, {sampling.top_p}, {sampling.min_p}: {engine.name} keeps no record of a "
@@ -393,7 +392,7 @@ INVALID_RL: tuple[Rule | EntryRule, ...] = (  # For jobs with RL or recorded res
     "CHANGELOG: DAPO's lengths with a shorter limit"),
   Rule("{objective.clip_low}, {objective.clip_high}: every ratio but 1 is clipped, and nothing is "
     "learned after the first update of an iteration; leave them unset",
-    lambda c: _clip_ranges(c) == (0, 0), "CHANGELOG: one update of four"),
+    lambda c: c.objective.clip_ranges == (0, 0), "CHANGELOG: one update of four"),
   Rule("{objective.kl}, {objective.kl_coef}: the gradient of k1 in the loss has an expected value "
     "of 0 on policy, and a wrong direction off policy; set kl to k2 or k3_weighted, or "
     "instead of kl_coef set objective.reward_kl_coef, for k1 in the reward",

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import shutil
 from pathlib import Path
 
@@ -169,9 +170,9 @@ def steps_on_disk(workdir):
   "best_is, sign", [("largest", 1), pytest.param("smallest", -1, marks=pytest.mark.long)]
 )
 def test_the_last_regular_and_best_checkpoints_are_kept(mesh, tmp_path, best_is, sign):
-  """Two of the last, every fourth, and the best; unmeasured steps are never the best."""
+  """Two of the last, every fourth, and the best; steps without a number are never the best."""
   config = dataclasses.replace(CONFIG, keep_every=4, best="eval/accuracy", best_is=best_is)
-  accuracy = {step: sign * x for step, x in {2: 0.1, 3: 0.9, 6: 0.8, 9: 0.2}.items()}
+  accuracy = {step: sign * x for step, x in {2: 0.1, 3: 0.9, 5: math.nan, 6: 0.8, 9: 0.2}.items()}
   state = {"x": jnp.arange(4.0, out_sharding=jax.P())}
   checkpoints = checkpoint.Checkpointer(tmp_path, "rl", config)
   for step in range(1, 8):

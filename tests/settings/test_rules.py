@@ -255,17 +255,16 @@ REFUSED = [
     r"objective\.kl='k1', .*an expected value of 0",
   ),
   # Keys without effect.
-  (BASE, dict(job="sft", sft__steps=1, rl__lag=1), r"rl\.lag=1 has no effect.*job='sft'"),
-  (BASE, dict(job="eval", rollout_mesh__fsdp=1), r"rollout_mesh\.fsdp=1 has no effect.*job='eval'"),
+  (BASE, RECORDED | dict(rl__lag=1), r"rl\.lag=1 has no effect.*job='offline'"),
+  (
+    BASE,
+    dict(rollout_mesh__data=4),
+    r"mesh\.data=4 has no effect, since .*fsdp=0; set fsdp",
+  ),
+  (BASE, dict(reward__format="think"), r"format='think' has no effect, since .*format_weight=0\.0"),
   (OFFLINE, dict(data__query_set__drop_after=3), r"drop_after=3 has no effect"),
   (BASE, dict(offline__data="x"), r"offline\.data='x' has no effect, since job='rl'"),
   (BASE, RECORDED | dict(schedule__new_tokens="1:6"), r"'1:6'.*no effect with job='offline'"),
-  (
-    BASE,
-    dict(job="sft", sft__steps=2, schedule__refresh_every=2),
-    r"schedule\.refresh_every=2.*job='sft'.*set it to 0",
-  ),
-  (BASE, dict(job="eval", schedule__group_size_min=2), r"schedule\.group_size_min=2.*job='eval'"),
   (
     OFFLINE,
     dict(objective__volatility=True),
@@ -694,7 +693,7 @@ FACTS = rules.DataFacts(
   has_tokenizer=True,
 )
 REFUSED_BY_DATA = [
-  (dict(reward__format="think"), dict(format_tokens=10)),
+  (dict(reward__format="think", reward__format_weight=0.1), dict(format_tokens=10)),
   ({}, dict(answers={"data.eval": 0.0})),
 ]
 DOUBTED_BY_DATA = [
@@ -800,6 +799,12 @@ def test_configs_break_no_rule(file, arg):
   values = importlib.import_module(f"configs.{file}").get_config(arg).to_dict()
   config = parse(values)
   assert not list(rules.invalid(config))
+
+
+@pytest.mark.parametrize("job", ["sft", "eval"])
+def test_other_jobs_take_the_configuration_of_an_rl_run(job):
+  changes = dict(rl__lag=1, data__query_set__drop_after=2, schedule__new_tokens="1:6")
+  rules.check(configured(TINY, changes | dict(job=job)))
 
 
 def test_settings_invalid_with_the_data_are_refused():
