@@ -199,9 +199,9 @@ def params_after(run: Run) -> Any:
     end = _end(run, checkpoints)
     if end is None:
       raise ValueError(
-        f"the last checkpoint in {checkpoints.directory} is missing or damaged, and RL needs the "
-        "final parameters of the cold start, to begin from and as the reference of a KL penalty: "
-        "restore the checkpoint, or use another --workdir"
+        f"{checkpoints.directory} has no checkpoint of a cold start's end by sft.steps and "
+        "sft.target_loss, and RL needs its parameters, to begin from and as the reference of a KL "
+        "penalty: restore the checkpoint or these keys, or use another --workdir"
       )
     state, _ = checkpoints.restore(end, state_of_phase(c, "sft", run.mesh))
   return jax.block_until_ready(state.params)

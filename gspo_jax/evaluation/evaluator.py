@@ -283,7 +283,7 @@ class Evaluator:
         response=responses[i],
         answer=problem.answer[:ANSWER_CHARS],
         length=trajectories[i].length,
-        truncated=not trajectories[i].stopped,
+        truncated=trajectories[i].truncated,
         eval=True,
       )
       | conversations[i]

@@ -118,7 +118,8 @@ class Explained(NamedTuple):
   """Explained variance, 1 − Var(error)/Var(target).
 
   The explained variance is 1 if all errors are equal, 0 if predictions are as good as a constant,
-  and negative if predictions are worse than a constant. If all targets are equal, it is 0.
+  and negative if predictions are worse than a constant. If all targets are equal up to the errors'
+  rounding, it is 0.
   """
 
   weight: Array  # Number of tokens. The next four fields are sums over tokens.
@@ -134,7 +135,7 @@ class Explained(NamedTuple):
   def compute(self) -> Array:
     unexplained = Std(self.weight, self.error, self.error_square).compute() ** 2
     whole = Std(self.weight, self.target, self.target_square).compute() ** 2
-    varies = (self.high > self.low) & (whole > 0)
+    varies = (self.high > self.low) & (whole > jnp.finfo(whole.dtype).eps * unexplained)
     return jnp.where(varies, 1 - unexplained / jnp.where(varies, whole, 1), 0)
 
 

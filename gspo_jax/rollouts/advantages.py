@@ -87,8 +87,8 @@ def compute(scored: ScoredGroups) -> Advantages:
     # The mean of a group may include truncated responses, but updates do not train on them.
     stopped_PG = rollout.stopped.reshape(response_PG.shape)
     response_PG = np.where(stopped_PG, response_PG, 0)
-    truncated_B = ~rollout.stopped & (rollout.lengths > 0)  # A blank response has no tokens.
-    metrics = metrics | {"masked_responses": float(truncated_B.sum())}
+    masked = (scored.known_PG & ~stopped_PG).sum()  # Responses without a verdict are not truncated.
+    metrics = metrics | {"masked_responses": float(masked)}
   return Advantages(response_PG, token_BL, metrics)
 
 

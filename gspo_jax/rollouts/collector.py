@@ -98,7 +98,7 @@ class Collector:
     signals: Signals | None = None,
     shared_prompts: int = 0,
   ):
-    self._config, self._engine, self._tokenizer, self._prompts = config, engine, tokenizer, prompts
+    self.config, self._engine, self._tokenizer, self._prompts = config, engine, tokenizer, prompts
     self._score, self._environment, self._signals = score, environment, signals
     self._writer, self._records, self._shared_prompts = writer, records, shared_prompts
     self._workload = requests.workload(
@@ -149,7 +149,7 @@ class Collector:
       ValueError: a reward is not finite.
       NoVerdictError: no sampled response has a verdict.
     """
-    c, usage, outcomes = self._config, Usage(), collections.Counter()
+    c, usage, outcomes = self.config, Usage(), collections.Counter()
     self._version = step if version is None else version
     restarts = self._restart_stale()
     self._surplus = {id(group) for group in self._in_flight if group.finished}
@@ -179,9 +179,9 @@ class Collector:
 
   def _restart_stale(self) -> dict[str, float]:
     """Restarts responses with tokens more than `rl.max_age` versions old; returns a metric."""
-    if not self._config.rl.max_age:
+    if not self.config.rl.max_age:
       return {}
-    oldest_allowed, number = self._version - self._config.rl.max_age, 0
+    oldest_allowed, number = self._version - self.config.rl.max_age, 0
     for group in self._in_flight:
       for g, old in enumerate(group.trajectories):
         if old.oldest_version is not None and old.oldest_version < oldest_allowed:
@@ -192,7 +192,7 @@ class Collector:
 
   def _recorded_groups(self) -> list[Group]:
     """Returns the P - N recorded groups of a batch."""
-    count, c = self._config.rl.prompts - self._num_sampled, self._config
+    count, c = self.config.rl.prompts - self._num_sampled, self.config
     records = self._stateful["recorded"].take(count) if count else ()
     return [
       Group.on_record(x, c.rl.group_size, self._tokenizer.decode, c.reward.threshold)
@@ -204,7 +204,7 @@ class Collector:
 
     Groups with fewer than `rl.group_size` responses are padded with blank responses.
     """
-    c = self._config
+    c = self.config
     mixed_first = sorted(range(len(sampled)), key=lambda i: not sampled[i].mixed)
     chosen = [sampled[i] for i in sorted(mixed_first[: self._num_sampled])]
     return [filled(group, c.rl.group_size) for group in chosen]
@@ -217,13 +217,13 @@ class Collector:
     groups = [*on_record, *chosen]
     if not (on_record and chosen):
       return groups
-    order = np.argsort(np.arange(len(groups)) % self._config.rl.minibatches, kind="stable")
+    order = np.argsort(np.arange(len(groups)) % self.config.rl.minibatches, kind="stable")
     return [groups[i] for i in order]
 
   def _metrics(
     self, on_record: list[Group], sampled: list[Group], chosen: list[Group], rounds: int
   ) -> dict[str, float]:
-    c = self._config
+    c = self.config
     row = self._filter.metrics() | sources.skipped_rows(self._prompts)
     if shared := getattr(self._prompts, "shared", self._shared_prompts):
       row["data/shared_prompts"] = float(shared)
@@ -252,7 +252,7 @@ class Collector:
     at most G (N - F) responses are in flight afterwards. If all extra prompts started at once, more
     groups would finish than the iteration needs, and surplus groups would age while they wait.
     """
-    c, engine, N, G = self._config, self._engine, self._num_sampled, self._config.rl.group_size
+    c, engine, N, G = self.config, self._engine, self._num_sampled, self.config.rl.group_size
     driver = Driver(
       engine,
       self._workload,
@@ -300,7 +300,7 @@ class Collector:
 
   def _new_groups(self, count: int, step: int, round_index: int, draw: int) -> list[Group]:
     """Draws prompts, if possible accepted by the filter, as groups of empty responses."""
-    c, max_size = self._config, self._config.rl.group_size
+    c, max_size = self.config, self.config.rl.group_size
     # A later draw of the iteration may repeat a prompt, so each draw has a different seed.
     seed = c.seed_of("rl", "sample", step, *((round_index, draw) if round_index or draw else ()))
     prompts = self._batches.take(count, self._filter.wants)
@@ -313,7 +313,7 @@ class Collector:
     self, prompts: Sequence[Prompt], size: int | Sequence[int], seed: int
   ) -> list[list[Trajectory]]:
     longest, vocab_size = self._workload.prompt_length, self._workload.vocabulary
-    make, render, threads = self._environment, self._render, self._config.environment.workers
+    make, render, threads = self._environment, self._render, self.config.environment.workers
     return new_groups(prompts, size, seed, longest, make, render, None, vocab_size, threads)
 
   def _render(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -328,7 +328,7 @@ class Collector:
     return verdicts.outcomes
 
   def _verdicts(self, groups: Sequence[Group]) -> scoring.Verdicts:
-    c = self._config
+    c = self.config
     if self._environment:
       right_from, compares_parts = c.reward.right_from, c.compares_parts
       return scoring.score_conversations(groups, c.environment, right_from, compares_parts)
@@ -366,7 +366,7 @@ class Collector:
       ValueError: there are more than `rl.prompts` groups, a group has not exactly `rl.group_size`
         responses, or a prompt or response exceeds the configured length.
     """
-    c, trajectories = self._config, trajectories_of(groups)
+    c, trajectories = self.config, trajectories_of(groups)
     sizes = sorted({len(group.trajectories) for group in groups})
     if len(groups) > c.rl.prompts or sizes != [c.rl.group_size]:
       raise ValueError(
@@ -393,8 +393,8 @@ class Collector:
     """
     for name in self._stateful.keys() & state.keys():
       self._stateful[name].set_state(state[name])
-    limits = self._config.data.max_prompt_tokens, self._config.sampling.max_new_tokens
-    threads = self._config.environment.workers
+    limits = self.config.data.max_prompt_tokens, self.config.sampling.max_new_tokens
+    threads = self.config.environment.workers
     self._in_flight = restored(state["under_way"], self._environment, *limits, threads)
     if self._in_flight:  # These are resumed even if `rl.partial` is off by now.
       self._workload = dataclasses.replace(self._workload, partial=True)

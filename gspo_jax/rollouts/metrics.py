@@ -33,7 +33,7 @@ def rollout_metrics(groups: Sequence[Group], outcomes: collections.Counter) -> d
     "groups_without_spread": float(np.mean([alike(x_X) for x_X in rewards if len(x_X)])),
     "response_length/mean": float(np.mean(lengths)),
     "response_length/max": float(max(lengths)),
-    "truncated_fraction": float(1 - np.mean([x.stopped for x in trajectories])),
+    "truncated_fraction": float(np.mean([x.truncated for x in trajectories])),
   }
   row |= support_metrics(trajectories)
   total = len(trajectories)
@@ -108,14 +108,17 @@ def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
   """Computes metrics of conversations.
 
   The metrics returned by environments (`figures`) are averaged over conversations without failure.
+  They override `turns` and `observation_fraction`.
   """
   trajectories = trajectories_of(groups)
-  figures = means([x.figures for x in trajectories if not x.failure])
-  row = {f"environment/{name}": value for name, value in figures.items()}
-  row["environment/turns"] = float(np.mean([trajectory.turn for trajectory in trajectories]))
   sampled = sum(trajectory.length for trajectory in trajectories)
   total = sum(len(trajectory.tokens) for trajectory in trajectories)
-  return row | {"environment/observation_fraction": 1 - sampled / total}
+  row = dict(
+    turns=float(np.mean([trajectory.turn for trajectory in trajectories])),
+    observation_fraction=1 - sampled / total,
+  )
+  row |= means([x.figures for x in trajectories if not x.failure])
+  return {f"environment/{name}": value for name, value in row.items()}
 
 
 def partial_metrics(

@@ -43,11 +43,12 @@ from gspo_jax.rollouts.groups import Group
 from gspo_jax.runs.metrics import Stopwatch
 from gspo_jax.runs.paths import batch_file
 from gspo_jax.sampling import Engine, SingleTurn, Usage
-from gspo_jax.settings.run import RLConfig
+from gspo_jax.settings.run import RLConfig, RunConfig
 from gspo_jax.system import files, hosts, jsons, preemption
 
 POLL_S = 0.1  # Seconds between checks of preemption and servers while waiting for a batch.
 ARRAYS = "advantage_PG", "advantage_BL"  # Fields of `Collected` saved as arrays.
+DISTRIBUTION = "temperature", "top_k", "top_p", "min_p"
 
 
 class CollectedBatch(NamedTuple):
@@ -147,7 +148,7 @@ class Pipeline:
       self._jobs.append(self._begin(self._last_started))
     collected, self._position = self._wait(self._jobs.popleft())
     if self._rl.record and hosts.is_first():
-      write(self._batches, collected)
+      write(self._batches, collected, self._collector.config)
     return collected
 
   @contextlib.contextmanager
@@ -271,14 +272,15 @@ def _finished_job(batch: CollectedBatch) -> concurrent.futures.Future:
   return job
 
 
-def write(directory: Path, collected: Collected) -> None:
+def write(directory: Path, collected: Collected, config: RunConfig) -> None:
   """Writes the batch of an iteration to a file for `read`.
 
   Raises WriteError if the file cannot be written.
   """
+  state = get_state(collected) | dict(settings=_settings(config))
   with files.writing(directory):
     directory.mkdir(exist_ok=True)
-  files.write_whole(batch_file(directory, collected.step), [json.dumps(get_state(collected))])
+  files.write_whole(batch_file(directory, collected.step), [json.dumps(state)])
 
 
 def read(directory: Path, step: int, collector: Collector) -> Collected:
@@ -289,12 +291,23 @@ def read(directory: Path, step: int, collector: Collector) -> Collected:
   """
   path = batch_file(directory, step)
   try:
-    return from_state(jsons.parse_object(path.read_bytes()), collector)
+    state = jsons.parse_object(path.read_bytes())
+    for key, value in _settings(collector.config).items():
+      if (recorded := state["settings"][key]) != value:
+        raise ValueError(f"it was recorded with {key}={recorded}, and this run has {value}")
+    return from_state(state, collector)
   except OSError as error:
     raise ValueError(f"rl.replay: {path} cannot be read: {error.strerror or error}") from error
   except (KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
     reason = f"it has no field {error}" if isinstance(error, KeyError) else error
     raise ValueError(f"rl.replay: {path} is no batch of this configuration: {reason}") from error
+
+
+def _settings(c: RunConfig) -> dict[str, Any]:
+  """Returns the settings of a batch's log-probs and advantages, by key."""
+  sampling = {f"sampling.{name}": x for name, x in vars(c.sampling).items() if name in DISTRIBUTION}
+  host = {"objective.advantage": c.estimator_of_rewards.name}
+  return sampling | host | {"rl.mask_truncated": c.rl.mask_truncated}
 
 
 def get_state(collected: Collected) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def _summary(
     reward=float(group.reward_G[sample]) if verdict else None,
     advantage=round(advantage, 4),
     length=int(collected.rollout.lengths[row]),
-    truncated=not bool(collected.rollout.stopped[row]),
+    truncated=group.trajectories[sample].truncated,
     ratio=round(float(np.exp(tokens["log_ratio_BT"].mean())), 6),
     clipped=bool(tokens["clipped_BT"].any()),
     eval=False,

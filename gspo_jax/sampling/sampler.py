@@ -11,6 +11,8 @@ from gspo_jax.models.head import NO_TOKEN
 from gspo_jax.settings.sampling import SamplingConfig
 from gspo_jax.sharding import BATCH, P
 
+PRNG = "threefry2x32"  # So tokens do not depend on `jax_default_prng_impl`.
+
 
 def row_key(seed: jax.Array, prompt: jax.Array, sample: jax.Array) -> jax.Array:
   """Returns a response's PRNG key.
@@ -20,7 +22,8 @@ def row_key(seed: jax.Array, prompt: jax.Array, sample: jax.Array) -> jax.Array:
     prompt: hash of the prompt.
     sample: number of the response among all responses to the prompt, counted from 0.
   """
-  return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), prompt), sample)
+  key = jax.random.key(seed, impl=PRNG)
+  return jax.random.fold_in(jax.random.fold_in(key, prompt), sample)
 
 
 def temper(logits_BV: jax.Array, config: SamplingConfig) -> jax.Array:

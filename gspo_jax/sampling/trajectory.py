@@ -129,6 +129,7 @@ class Trajectory:
   turns = property(lambda self: self.columns["turns"])
   rewards = property(lambda self: self.columns["rewards"])
   version = property(lambda self: self.columns["version"])
+  truncated = property(lambda self: self.finished and not (self.stopped or self.failure))
 
   @property
   def length(self) -> int:
@@ -226,8 +227,7 @@ class Trajectory:
     self.finished, self.stopped, self.limit = False, False, 0
 
   def _default_figures(self, correct: float) -> dict[str, float]:
-    tokens, calls = float(self.length), float(sum(self.calls))
-    return dict(correct=correct, tokens=tokens, tool_calls=calls)
+    return dict(correct=correct, tokens=float(self.length), tool_calls=float(sum(self.calls)))
 
   def copy(self) -> "Trajectory":
     """Returns a snapshot of the trajectory. It shares the environment."""

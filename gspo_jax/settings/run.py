@@ -50,8 +50,8 @@ class RunConfig:
   )
   on_nonfinite: Literal["stop", "skip"] = key(
     "stop",
-    "stop: NaN or infinity in an update stops the run | skip: up to seven such updates in a row "
-    "are skipped",
+    "stop: NaN or infinity in an update stops the run | skip: skips such updates, up to seven in "
+    "steps without others",
   )
   wandb: str = key(
     "", 'project of Weights & Biases for metrics, in addition to TensorBoard; "": none'

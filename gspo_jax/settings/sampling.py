@@ -97,7 +97,8 @@ class ServerConfig:
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
   """Engine of rollouts and evaluations. Except for `name`, these keys change results by round-off
-  alone. Round-off is large for dtypes of 16 bits or less. docs/sampling.md"""
+  alone, unless responses are carried over. Round-off is large for dtypes of 16 bits or less.
+  docs/sampling.md"""
 
   slots: NonNegativeInt = key(
     0, "largest number of responses decoded at once, over all devices; 0: all responses of a batch"

@@ -153,7 +153,7 @@ class RLConfig:
   max_age: NonNegativeInt = key(
     0,
     "largest age of a carried-over token, in versions of the weights; 0: any age. A response "
-    "with an older token is restarted.",
+    "with an older token is restarted, even a finished one.",
   )
   mask_truncated: bool = key(False, "True: mask truncated responses (§3.4 of the DAPO paper)")
   minibatches: PositiveInt = key(
@@ -237,7 +237,7 @@ class OptimizerConfig:
     "divided by warmup_steps.",
   )
   final_fraction: ranges.Fraction = key(
-    0.1, "learning rate of the last update, divided by the peak; unused if schedule=constant"
+    0.1, "learning rate at the end, divided by the peak; unused if schedule=constant"
   )
   b1: ranges.FractionBelowOne = key(0.9, "β₁, decay of the running mean of gradients")
   b2: ranges.FractionBelowOne = key(

@@ -279,6 +279,8 @@ def test_explained_variance_is_relative_to_the_returns():
   for constant in (1, 0.7, 0.9):  # rounding gives the last ones a variance; and no NaN
     same = np.full((8, 50), constant)
     assert float(O.explained_variance(same + np.eye(8, 50), same, np.ones((8, 50)))) == 0
+  rounded = 1e-9 * np.sin(np.arange(400.0).reshape(8, 50))  # A penalty on equal policies.
+  assert float(O.explained_variance(np.eye(8, 50), rounded, np.ones((8, 50)))) == 0
 
 
 @pytest.mark.parametrize(

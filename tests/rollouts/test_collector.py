@@ -230,6 +230,9 @@ def test_metrics_count_conversations():
   assert row["environment/tool_use"] == 0.5 and row["environment/correct"] == 1
   assert row["environment/turns"] == 2 and row["environment/steps"] == 4
   assert row["environment/observation_fraction"] == pytest.approx(6 / (6 + 16))
+  for talk in group.trajectories:
+    talk.figures["turns"] = 40.0  # The game's own count.
+  assert environment_metrics([group])["environment/turns"] == 40
 
 
 def test_an_environment_that_raises_costs_its_own_conversation_its_verdict():
@@ -253,6 +256,7 @@ def test_an_environment_that_raises_costs_its_own_conversation_its_verdict():
   share = failed_B.mean()
   assert out.metrics["verifier/unknown"] == pytest.approx(share)
   assert out.metrics["verifier/crash"] == pytest.approx(share)
+  assert out.metrics["truncated_fraction"] == np.mean(~out.rollout.stopped & known_B)
   assert len(dumped) == failed_B.sum() and "OSError('no network')" in str(dumped[0])
 
 

@@ -96,7 +96,7 @@ def test_segments_of_lines_are_the_lines_that_are_rewarded():
   changes = dict(objective__name="segment", objective__segment_unit="line", reward__partial=1.0)
   collecting, out = collected(1.0, **changes)
   breaks_V = line_breaks(collecting._tokenizer)
-  ids_BL = segments_of(collecting._config.objective, out.rollout, breaks_V, None)
+  ids_BL = segments_of(collecting.config.objective, out.rollout, breaks_V, None)
   for row in range(len(ids_BL)):
     for u, line in enumerate(lines_of(out.rollout, row)):
       assert (ids_BL[row, line] == u).all()

@@ -59,7 +59,7 @@ def opened(
   """A pipeline around a collector, which comes with its engine."""
   made, engine = made or collector(**changes)
   more = dict(lag=lag, iterations=LAST, record=record, replay=replay)
-  rl = dataclasses.replace(made._config.rl, **more)
+  rl = dataclasses.replace(made.config.rl, **more)
   batches = Path(workdir or "nowhere") / "batches"
   return Pipeline(made, engine, rl, Stopwatch(), last, batches=batches, **arrangement())
 
@@ -186,7 +186,7 @@ def test_every_response_replays_the_experts_that_its_own_prompt_had():
   for group, newer in zip(first, second):
     assert group.prompt == newer.prompt
     group.trajectories[1:] = newer.trajectories[1:]
-  config = collecting._config
+  config = collecting.config
   config = dataclasses.replace(
     config,
     rl=dataclasses.replace(config.rl, lag=2),
@@ -202,6 +202,26 @@ def test_every_response_replays_the_experts_that_its_own_prompt_had():
       np.testing.assert_allclose(result, alone, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+  "section, changes, message",
+  [
+    ("objective", dict(advantage="none"), r"objective\.advantage=std, and this run has none"),
+    ("sampling", dict(temperature=0.5), r"sampling\.temperature=1\.0, and this run has 0\.5"),
+    ("rl", dict(mask_truncated=True), r"rl\.mask_truncated=False, and this run has True"),
+  ],
+)
+def test_a_batch_with_other_log_probs_or_advantages_is_not_replayed(
+  section, changes, message, tmp_path
+):
+  with opened(2, workdir=tmp_path, record=True) as sampling:
+    train(sampling, last=1)
+  collector = opened(2)._collector
+  changed = dataclasses.replace(getattr(collector.config, section), **changes)
+  collector.config = dataclasses.replace(collector.config, **{section: changed})
+  with pytest.raises(ValueError, match=rf"1\.json is no batch .*: it was recorded with {message}"):
+    read(tmp_path / "batches", 1, collector)
+
+
 @pytest.mark.parametrize("wrong", [dict(prompts=2), dict(group_size=2)])
 def test_a_batch_of_another_size_is_not_gone_on_with(wrong, tmp_path):
   with opened(2, workdir=tmp_path, record=True, **WHOLE) as sampling:
@@ -209,8 +229,8 @@ def test_a_batch_of_another_size_is_not_gone_on_with(wrong, tmp_path):
     state = sampling.position()()
   again = opened(2, last=2, **WHOLE)
   collecting = again._collector
-  rl = dataclasses.replace(collecting._config.rl, **wrong)
-  collecting._config = dataclasses.replace(collecting._config, rl=rl)
+  rl = dataclasses.replace(collecting.config.rl, **wrong)
+  collecting.config = dataclasses.replace(collecting.config, rl=rl)
   message = r"4 groups of 3 responses do not fit rl\.prompts=\d and rl\.group_size=\d: set"
   with pytest.raises(ValueError, match=f"has a batch that is not trained on yet: {message}"):
     again.set_position(state)
@@ -238,7 +258,7 @@ def test_tokens_of_older_weights_are_not_compared_as_current_without_a_lag(made_
   with opened(**made_by) as sampling:
     out = train(sampling)
   mesh = sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
-  plain = collector(**WHOLE)[0]._config
+  plain = collector(**WHOLE)[0].config
   assert not (plain.rl.lag or plain.rl.partial)
   compared, current = [], []
   for collected in out:
@@ -303,9 +323,9 @@ def test_the_samples_log_has_the_advantages_of_turns():
   (batch,), (running, _) = iterate(1, environment=Counting, objective__name="gspo_token")
   mesh = sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
   with jax.set_mesh(mesh):
-    batches = place(running._config, mesh, batch)
+    batches = place(running.config, mesh, batch)
     zeros = [dict(log_ratio_BT=np.zeros(x.mask_BT.shape, np.float32)) for x in batches]
-    arrays = sample_arrays(running._config, batch.rollout, batches, zeros)
+    arrays = sample_arrays(running.config, batch.rollout, batches, zeros)
   mask_BL = batch.rollout.mask > 0
   for logged, advantage, mask in zip(arrays["advantage_BT"], batch.advantage_BL, mask_BL):
     np.testing.assert_allclose(logged[: len(mask)][mask], advantage[mask], rtol=1e-6)

@@ -112,6 +112,12 @@ def test_nor_does_the_mesh(expected, model, shape):
   same(result, expected, atol=1e-5 if model is MODEL else 5e-5)
 
 
+def test_nor_does_the_default_generator_of_jax(expected):
+  with jax.default_prng_impl("rbg"):
+    again = run(scheduler(slots=5), requests())
+  assert all(again[i].tokens.tolist() == r.tokens.tolist() for i, r in expected.items())
+
+
 def test_two_runs_are_the_same_to_the_bit():
   first, second = (run(scheduler(), requests()) for _ in range(2))
   for key in first:

@@ -26,7 +26,7 @@ from gspo_jax.models.experts import routing
 from gspo_jax.models.head import NO_TOKEN
 from gspo_jax.sampling.local.refill import refill, release
 from gspo_jax.sampling.requests import Sizes
-from gspo_jax.sampling.sampler import mask_beyond, sample, support, temper
+from gspo_jax.sampling.sampler import PRNG, mask_beyond, sample, support, temper
 from gspo_jax.settings.model import ComputeConfig, ModelConfig
 from gspo_jax.settings.sampling import SamplingConfig
 from gspo_jax.sharding import BATCH, P
@@ -305,7 +305,7 @@ def _next_token(
   )
   logits_BV = transformer.head_logits(params, model, out.hidden_BTD, compute)[:, 0]
   logits_BV = sharding.reshard(logits_BV, P(BATCH))
-  key_B = jax.random.wrap_key_data(state.key_W2)
+  key_B = jax.random.wrap_key_data(state.key_W2, impl=PRNG)
   next_B = s.position_B + 1
   support_BX = None
   if width:
