@@ -4,7 +4,7 @@ Command:   python -m gspo_jax.main --config=configs/eval_suite.py --workdir=DIR 
              --config.weights=MODEL \
              --config.eval.benchmarks.aime24.data=aime@aime24.jsonl \
              --config.eval.benchmarks.gsm8k.data=gsm8k@gsm8k/test.jsonl ...
-Hardware:  a TPU host of 4 or 8 chips for Qwen3-30B-A3B
+Hardware:  a TPU host of 4 chips of v5p, or 8 of v6e, for Qwen3-30B-A3B
 Expected:  not run by us at this size
 
 Benchmarks whose data are not set are skipped. The same command resumes an interrupted evaluation,
@@ -40,5 +40,8 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       eval=dict(batch=10),
     )
   else:
-    config.update(mesh=dict(fsdp=1, expert=-1))
+    config.update(
+      mesh=dict(fsdp=-1, expert=1, rollout_experts="auto"),
+      engine=dict(slots=48, cache_tokens=393_216),  # 4.5 GiB for each of eight chips.
+    )
   return config

@@ -19,6 +19,7 @@ from gspo_jax.aot.estimate import activation_bytes, device_bytes, trained_params
 from gspo_jax.aot.programs import Case
 from gspo_jax.aot.table import axes
 from gspo_jax.inputs import Inputs
+from gspo_jax.inputs.devices import workloads
 from gspo_jax.models import flops, head, remat, transformer
 from gspo_jax.runs import provenance
 from gspo_jax.settings import passes
@@ -136,6 +137,10 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
   c, mesh, samples_on = case.config, inputs.meshes.trainer, inputs.meshes.sampler
   sampler, state = programs.sampler_params(case, samples_on), programs.state_of(case, mesh)
   sampling = {"the sampler's weights": device_bytes(sampler)}
+  if c.engine.name == "local":
+    loads = workloads(c, inputs.tokenizer, inputs.data.evaluations)
+    states = [programs.sampling_state(case, load, samples_on, sampler)[1] for load in loads]
+    sampling["cache, queue and slots"] = max(map(device_bytes, states), default=0)
   if c.job == "eval":
     moments = {"while it samples": {"weights": device_bytes(state.params)} | sampling}
   else:
@@ -167,9 +172,6 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
       update["the experts' gathered weights (compute.prefetch)"] = prefetched
     moments = {"in an update": lasting | update}
     if c.has_iterations:
-      if c.engine.name == "local":
-        slots = programs.sampling_program("decode", case, samples_on, sampler).arguments[1]
-        sampling["cache, queue and slots"] = device_bytes(slots)
       if c.rollout_mesh.enabled:
         # Maximum number of newer versions of the weights that arrive while an old version samples.
         copies = max(1, c.rl.lag)

@@ -283,6 +283,24 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
       yield name, dataclasses.replace(program, resident=(state, frozen))
 
 
+def sampling_state(case: Case, load: Workload, mesh: jax.sharding.Mesh, params: Any) -> Any:
+  """Returns shapes and shardings of (decoding parameters, cache with queue and slots).
+
+  Args:
+    case: configuration and number of slots.
+    load: workload of the engine.
+    mesh: devices of the sampler.
+    params: shapes and shardings of the sampler's weights.
+  """
+  model, engine, stop_ids = case.model, case.engine, len(load.stop_ids)
+  size = sizes(load, engine, sharding.batch_shards(mesh))
+  with use_mesh(mesh):
+    params = jax.eval_shape(lambda p: transformer.decoding_params(p, model), params)
+    create = functools.partial(slots.new_state, model, params.depths, size)
+    state = jax.eval_shape(lambda: create(stop_ids=stop_ids, dtype=engine.cache_dtype))
+  return jax.tree.map(lambda x: shaped(x.shape, x.dtype, mesh, x.sharding.spec), (params, state))
+
+
 def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
   """Returns the program "prefill" for the longest prompts, or "decode" for all slots.
 
@@ -291,29 +309,11 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
   c, engine, workload = case.config, case.engine, case.workload
   shards = sharding.batch_shards(mesh)
   options = dict(model=c.model, compute=c.sampler_compute, record_routing=workload.record_routing)
-  with use_mesh(mesh):
-    size = sizes(workload, engine, shards)
-    params = jax.eval_shape(lambda p: transformer.decoding_params(p, c.model), params)
-    state = jax.eval_shape(
-      lambda: slots.new_state(
-        c.model,
-        params.depths,
-        size,
-        stop_ids=len(workload.stop_ids),
-        dtype=engine.cache_dtype,
-      )
-    )
-  params, state = jax.tree.map(
-    lambda x: shaped(x.shape, x.dtype, mesh, x.sharding.spec), (params, state)
-  )
+  size = sizes(workload, engine, shards)
+  params, state = sampling_state(case, workload, mesh, params)
   if name == "decode":
-    step = functools.partial(
-      slots.decode,
-      steps=engine.steps,
-      sampling=workload.sampling,
-      width=workload.support,
-      **options,
-    )
+    sampled = dict(steps=engine.steps, sampling=workload.sampling, width=workload.support)
+    step = functools.partial(slots.decode, **sampled, **options)
     work = flops.work(case.model, size.slots, engine.steps, size.window, decoding=True)
     arguments = params, state, shaped((size.slots,), jnp.int32, mesh, P())
     # Mean number of a device's slots that take a new prefix in a step. A slot takes one prefix per

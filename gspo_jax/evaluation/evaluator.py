@@ -55,13 +55,21 @@ class Round(NamedTuple):
     return f"{self.benchmark.name}/{self.role}/{self.samples}"
 
 
-def workload(c: EvalConfig, temperature: float, **requests: Any) -> Workload:
+def workload(
+  c: EvalConfig, temperature: float, problems: int, samples: int, **requests: Any
+) -> Workload:
   """Returns the engine's workload for an evaluation.
 
-  requests: further fields of `Workload`.
+  Args:
+    c: section `eval`.
+    temperature: temperature of the samples.
+    problems: number of problems.
+    samples: number of responses to each problem.
+    requests: further fields of `Workload`.
   """
   sampling = SamplingConfig(temperature, c.top_k, c.top_p, max_new_tokens=c.max_new_tokens)
-  return Workload(sampling, **requests)
+  trajectories = min(problems, c.batch) * samples
+  return Workload(sampling, trajectories=trajectories, group_size=samples, **requests)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,9 +223,9 @@ class Evaluator:
     load = workload(
       c,
       sampling_round.temperature,
+      len(problems),
+      sampling_round.samples,
       prompt_length=self.prompt_length,
-      trajectories=len(problems) * sampling_round.samples,
-      group_size=sampling_round.samples,
       stop_ids=tuple(self.tokenizer.stop_ids),
       stop_strings=self.stop_strings,
       several_turns=multi_turn,

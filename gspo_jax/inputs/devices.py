@@ -86,11 +86,11 @@ def check_engine(
 ) -> None:
   """Raises ValueError if the local engine cannot run a `Workload` of the job."""
   if config.engine.name == "local":
-    for load in _workloads(config, tok, evaluations):
+    for load in workloads(config, tok, evaluations):
       requests.sizes(load, config.engine, sharding.batch_shards(mesh))
 
 
-def _workloads(config: RunConfig, tok: Tokenizer, evaluations: Sequence[HeldOut]) -> list[Workload]:
+def workloads(config: RunConfig, tok: Tokenizer, evaluations: Sequence[HeldOut]) -> list[Workload]:
   """Returns the engine's workloads for training and evaluations."""
   c, stops, loads = config, tuple(tok.stop_ids), []
   if c.samples:
@@ -98,12 +98,11 @@ def _workloads(config: RunConfig, tok: Tokenizer, evaluations: Sequence[HeldOut]
   for b in evaluations:
     fields = dict(
       prompt_length=c.data.max_prompt_tokens,
-      trajectories=len(b.problems) * b.config.samples,
-      group_size=b.config.samples,
       stop_ids=stops,
       several_turns=bool(c.environment.name) and not b.config.reward,
     )
-    loads.append(workload(c.eval, c.eval.temperature, **fields))
+    size = len(b.problems), b.config.samples
+    loads.append(workload(c.eval, c.eval.temperature, *size, **fields))
   return loads
 
 

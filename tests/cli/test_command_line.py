@@ -475,6 +475,19 @@ def test_jobs_that_do_not_sample_for_training(job):
   assert "iterations:" not in text and ("in an update" in text) == (job == "sft")
 
 
+def test_its_cache_is_that_of_the_largest_workload():
+  cache = "cache, queue and slots"
+  few, many, alone = (
+    gib(printed(common.base, **changes), cache)
+    for changes in (
+      dict(rl__prompts=4, rl__minibatches=4, eval__problems=8, eval__samples=1),
+      dict(rl__prompts=4, rl__minibatches=4, eval__problems=256, eval__samples=4),
+      dict(job="eval", eval__problems=256, eval__samples=4),
+    )
+  )
+  assert many > 4 * few and alone == many
+
+
 def test_the_flagship_at_toy_size_has_a_plan():
   text = printed(lambda: moe_aime.get_config("tiny"))
   assert " of them for each token" in text and "while it samples" in text
