@@ -251,7 +251,8 @@ def finish_iteration(
         evaluation, records = run.evaluate(engine, key, step)
     run.writer.dump_rollouts("eval", step, records)
     row = row | {k: v for k, v in evaluation.items() if not k.startswith("time/")}
-  check_best(c.checkpoint.best, row, evaluated)
+  if not (c.checkpoint.best == "held_out_loss" and "sft" in c.job):  # The cold start's.
+    check_best(c.checkpoint.best, row, evaluated)
   phase.report(row)
   saved = step and (last or step % c.checkpoint.every == 0 or phase.is_time())
   if saved:
@@ -268,7 +269,7 @@ def check_best(best: str, row: dict[str, Any], evaluated: bool) -> None:
     row: metrics row of the iteration.
     evaluated: whether the row has metrics of an evaluation.
   """
-  due = evaluated if best.startswith("eval/") else row["step"] > 0 and best != "held_out_loss"
+  due = evaluated if best.startswith("eval/") else row["step"] > 0
   if best and due and best not in row:
     hint = did_you_mean(best, row) or ": metrics.jsonl lists the metrics"
     raise ValueError(f"checkpoint.best={best!r} is no metric of this run{hint}")

@@ -68,8 +68,8 @@ def workload(
     requests: further fields of `Workload`.
   """
   sampling = SamplingConfig(temperature, c.top_k, c.top_p, max_new_tokens=c.max_new_tokens)
-  trajectories = min(problems, c.batch) * samples
-  return Workload(sampling, trajectories=trajectories, group_size=samples, **requests)
+  size = dict(trajectories=problems * samples, group_size=samples, slots=c.batch * samples)
+  return Workload(sampling, **size, **requests)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,14 +8,14 @@ policy are computed on the devices, in learner/advantages.py.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from gspo_jax import objectives as O
 from gspo_jax.rollouts import costs
-from gspo_jax.rollouts.groups import Group
+from gspo_jax.rollouts.groups import Group, trajectories_of
 from gspo_jax.rollouts.multipliers import Constraints
 from gspo_jax.sampling import parts
 from gspo_jax.settings.losses import find_estimator, options_of
@@ -87,7 +87,7 @@ def compute(scored: ScoredGroups) -> Advantages:
     # The mean of a group may include truncated responses, but updates do not train on them.
     stopped_PG = rollout.stopped.reshape(response_PG.shape)
     response_PG = np.where(stopped_PG, response_PG, 0)
-    masked = (scored.known_PG & ~stopped_PG).sum()  # Responses without a verdict are not truncated.
+    masked = sum(x.truncated and x.length > 0 for x in trajectories_of(scored.groups))
     metrics = metrics | {"masked_responses": float(masked)}
   return Advantages(response_PG, token_BL, metrics)
 
@@ -154,9 +154,14 @@ def advantages(
       is above 0 or at least `right_from`. None means that only rewards above 0 are right.
   """
   estimator = find_estimator(config.advantage_kind)
-  options = options_of(config.name) | config.options() | dict(right_from=right_from)
-  options = {name: options.get(name) for name in estimator.options}
-  return np.asarray(_compiled(estimator)(reward_PG, valid_PG=valid_PG, **options))
+  values = options(config, right_from)
+  chosen = {name: values.get(name) for name in estimator.options}
+  return np.asarray(_compiled(estimator)(reward_PG, valid_PG=valid_PG, **chosen))
+
+
+def options(config: ObjectiveConfig, right_from: float | None) -> dict[str, Any]:
+  """Returns options of estimators, by name. Arguments are as in `advantages`."""
+  return options_of(config.name) | config.options() | dict(right_from=right_from)
 
 
 @functools.cache

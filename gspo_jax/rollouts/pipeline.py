@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from gspo_jax.rollouts.advantages import options
 from gspo_jax.rollouts.collector import Collected, Collector, Stages
 from gspo_jax.rollouts.groups import Group
 from gspo_jax.runs.metrics import Stopwatch
@@ -277,7 +278,7 @@ def write(directory: Path, collected: Collected, config: RunConfig) -> None:
 
   Raises WriteError if the file cannot be written.
   """
-  state = get_state(collected) | dict(settings=_settings(config))
+  state = get_state(collected) | dict(settings=_distribution(config) | _estimator(config))
   with files.writing(directory):
     directory.mkdir(exist_ok=True)
   files.write_whole(batch_file(directory, collected.step), [json.dumps(state)])
@@ -292,9 +293,12 @@ def read(directory: Path, step: int, collector: Collector) -> Collected:
   path = batch_file(directory, step)
   try:
     state = jsons.parse_object(path.read_bytes())
-    for key, value in _settings(collector.config).items():
-      if (recorded := state["settings"][key]) != value:
-        raise ValueError(f"it was recorded with {key}={recorded}, and this run has {value}")
+    c = collector.config
+    expected = _distribution(c) | (_estimator(c) if c.trains_on_host_advantages else {})
+    recorded = state.get("settings", expected)  # Earlier versions did not write them.
+    for key, value in expected.items():
+      if recorded.get(key) != value:
+        raise ValueError(f"it was recorded with {key}={recorded.get(key)}, this run has {value}")
     return from_state(state, collector)
   except OSError as error:
     raise ValueError(f"rl.replay: {path} cannot be read: {error.strerror or error}") from error
@@ -303,11 +307,16 @@ def read(directory: Path, step: int, collector: Collector) -> Collected:
     raise ValueError(f"rl.replay: {path} is no batch of this configuration: {reason}") from error
 
 
-def _settings(c: RunConfig) -> dict[str, Any]:
-  """Returns the settings of a batch's log-probs and advantages, by key."""
-  sampling = {f"sampling.{name}": x for name, x in vars(c.sampling).items() if name in DISTRIBUTION}
-  host = {"objective.advantage": c.estimator_of_rewards.name}
-  return sampling | host | {"rl.mask_truncated": c.rl.mask_truncated}
+def _distribution(c: RunConfig) -> dict[str, Any]:
+  """Returns the settings of a batch's log-probs, by key."""
+  return {f"sampling.{name}": getattr(c.sampling, name) for name in DISTRIBUTION}
+
+
+def _estimator(c: RunConfig) -> dict[str, Any]:
+  """Returns the estimator of a batch's advantages and its options, by name."""
+  estimator, values = c.estimator_of_rewards, options(c.objective, c.reward.right_from)
+  settings = {"estimator of advantages": estimator.name, "rl.mask_truncated": c.rl.mask_truncated}
+  return settings | {name: values.get(name) for name in estimator.options}
 
 
 def get_state(collected: Collected) -> dict[str, Any]:

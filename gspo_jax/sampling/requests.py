@@ -22,6 +22,7 @@ class Workload:
   prompt_length: int  # Maximum number of tokens of a prompt.
   trajectories: int  # Maximum number of trajectories in flight.
   group_size: int = 1  # Maximum number of trajectories in a group.
+  slots: int = 0  # Default number of slots; 0: one for each trajectory.
   stop_ids: tuple[int, ...] = ()  # Token ids that end a turn. The stop token belongs to the turn.
   stop_strings: tuple[str, ...] = ()  # A turn ends at the token that completes one of them.
   several_turns: bool = False  # Whether observations and more turns may follow a turn.
@@ -88,7 +89,7 @@ def sizes(workload: Workload, config: EngineConfig, shards: int) -> Sizes:
   Raises:
     ValueError: `engine.cache_tokens` is too small for one response on every shard.
   """
-  slots = -(-config.slots_for(workload.trajectories) // shards)  # Slots per shard.
+  slots = -(-config.slots_for(workload.trajectories, workload.slots) // shards)  # Slots per shard.
   rows, longest = -(-slots // workload.samples), workload.prefix_length
   if config.cache_tokens:  # Responses may be displaced (refill.py), and prefilled again in full.
     longest = max(longest, workload.window - 1)

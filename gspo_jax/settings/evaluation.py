@@ -62,7 +62,9 @@ class EvalConfig:
     0, "largest number of tokens of a response; 0: sampling.max_new_tokens"
   )
   greedy: bool = key(True, "True: also sample one greedy response per problem")
-  batch: PositiveInt = key(64, "largest number of problems that are scored and logged together")
+  batch: PositiveInt = key(
+    64, "largest number of problems that are scored and logged together; see engine.slots"
+  )
   benchmarks: dict[str, BenchmarkConfig] = key({}, "further benchmarks, by name")
 
   def __post_init__(self):

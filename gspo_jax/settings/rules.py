@@ -116,7 +116,8 @@ def _lengths(c: RunConfig) -> dict[str, int]:
 
 def _figures(c: RunConfig) -> list[str]:
   """Returns names of metrics of evaluations."""
-  return c.eval.figures() + [f"eval/constraint/{name}" for name in c.constraints.signals]
+  rooms = [f"eval/{name}/" if name else "eval/" for name, _, _ in c.benchmarks()]
+  return c.eval.figures() + [f"{x}constraint/{y}" for x in rooms for y in c.constraints.signals]
 
 
 def _closest_metric(c: RunConfig) -> dict[str, str]:
@@ -210,12 +211,12 @@ UNUSED = (
     lambda c: not c.profile.iteration, "docs/running.md: a run that ends without its profile"),
   Unused("profile.steps", "has no effect, since {profile.stage} traces the whole iteration",
     lambda c: c.profile.stage == "all", "CHANGELOG: a profile of a whole iteration"),
-  Unused("rl.lag rl.record rl.replay rollout_mesh.fsdp data.query_set",
-    "has no effect with {job} and {offline.fresh}: nothing is sampled",
-    lambda c: c.job == "offline" and not c.offline.fresh, "test_pipeline"),
+  Unused("rl.record rl.replay rollout_mesh.fsdp", "has no effect, since {job}, {offline.fresh}",
+    lambda c: not c.samples, "test_pipeline: no batch is sampled"),
+  Unused("rl.lag data.query_set", "has no effect, since {job}, {offline.fresh}",
+    lambda c: c.job == "offline" and not c.offline.fresh, "test_pipeline: nothing is sampled"),
   Unused("rollout_mesh.data rollout_mesh.expert rollout_mesh.tensor", "has no effect, since "
-    "{rollout_mesh.fsdp}; set fsdp to at least 1", lambda c: not c.rollout_mesh.fsdp,
-    "test_rules: one mesh instead of two"),
+    "{rollout_mesh.fsdp}; set fsdp to at least 1", lambda c: not c.rollout_mesh.fsdp, "test_rules"),
   Unused("offline", "has no effect, since {job}", lambda c: c.job != "offline", "test_offline"),
   Unused("objective.correction.name objective.off_policy_threshold objective.volatility "
     "objective.reward_kl_coef environment.name reward.per_line rl.extra_prompts rl.token_budget "

@@ -202,6 +202,12 @@ class RunConfig:
     return self.objective.kl_groups == "mixed" and not self.estimator.on_devices
 
   @property
+  def trains_on_host_advantages(self) -> bool:
+    """Whether updates use advantages from the host."""
+    distilled = self.estimator.name == "distillation" and not self.distillation.alone
+    return distilled or not self.estimator.on_devices
+
+  @property
   def needs_group(self) -> bool:
     """Whether advantages compare responses to one prompt."""
     if self.distillation.alone or not self.estimator.of_rewards:

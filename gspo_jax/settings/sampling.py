@@ -175,9 +175,9 @@ class EngineConfig:
     """Returns the trainer's compute settings, with the engine's `dtype` if it is set."""
     return dataclasses.replace(trainer, dtype=self.dtype or trainer.dtype)
 
-  def slots_for(self, trajectories: int) -> int:
+  def slots_for(self, trajectories: int, default: int = 0) -> int:
     """Returns the number of slots in use for a number of trajectories."""
-    return min(self.slots or trajectories, trajectories)
+    return min(self.slots or default or trajectories, trajectories)
 
 
 LOCAL_ENGINE = EngineConfig()

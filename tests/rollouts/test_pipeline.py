@@ -205,9 +205,9 @@ def test_every_response_replays_the_experts_that_its_own_prompt_had():
 @pytest.mark.parametrize(
   "section, changes, message",
   [
-    ("objective", dict(advantage="none"), r"objective\.advantage=std, and this run has none"),
-    ("sampling", dict(temperature=0.5), r"sampling\.temperature=1\.0, and this run has 0\.5"),
-    ("rl", dict(mask_truncated=True), r"rl\.mask_truncated=False, and this run has True"),
+    ("objective", dict(advantage="none"), r"estimator of advantages=std, this run has none"),
+    ("sampling", dict(temperature=0.5), r"sampling\.temperature=1\.0, this run has 0\.5"),
+    ("rl", dict(mask_truncated=True), r"rl\.mask_truncated=False, this run has True"),
   ],
 )
 def test_a_batch_with_other_log_probs_or_advantages_is_not_replayed(

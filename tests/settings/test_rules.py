@@ -256,6 +256,7 @@ REFUSED = [
   ),
   # Keys without effect.
   (BASE, RECORDED | dict(rl__lag=1), r"rl\.lag=1 has no effect.*job='offline'"),
+  (BASE, dict(job="eval", rollout_mesh__fsdp=1), r"rollout_mesh\.fsdp=1 has no effect.*job='eval'"),
   (
     BASE,
     dict(rollout_mesh__data=4),
