@@ -18,7 +18,7 @@ import jax
 from gspo_jax import sharding
 from gspo_jax.aot import chips, estimate, iteration, table
 from gspo_jax.aot.compiler import announce, check, devices_of, examine
-from gspo_jax.aot.programs import Case, programs, resolve_remat
+from gspo_jax.aot.programs import Case, programs, resolve_remat, sampler_params
 from gspo_jax.learner import programs as learner_programs
 from gspo_jax.models import remat
 from gspo_jax.settings.mesh import AXES
@@ -205,6 +205,7 @@ def find(
       with jax.set_mesh(mesh):
         return iteration.sampling_bound(case, mesh, topology)
     check(case, mesh)
+    sampler_params(case, mesh)  # Raises ValueError for an impossible mesh.rollout_experts.
     return estimate.update_bound(case, mesh, topology).times(iteration.share(case, mesh))
 
   def measure(case: Case) -> Row:
@@ -338,4 +339,5 @@ def lines(program: str, case: Case) -> str:
   return "\n".join(
     f"{section}=dict({', '.join(f'{key}={literal(value)}' for key, value in keys.items())}),"
     for section, keys in settings(program, case).items()
+    if section != "rl" or case.configured
   )

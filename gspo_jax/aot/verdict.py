@@ -66,7 +66,7 @@ def search_lines(searches: Sequence[Search], topology: str, arguments: Sequence[
     return [text, "next: take a larger topology"]
   rows = [search.rows[search.ranked()[0]] | dict(program=search.program) for search in searches]
   changes = [flag for search in searches for flag in _changes(search)]
-  flags = _drop(arguments, "search", "slots")
+  flags = _drop(arguments, "search")
   return [*_fit_lines(rows, topology), f"next: {_command(flags, *changes)}"]
 
 
@@ -87,32 +87,40 @@ def _changes(search: Search) -> list[str]:
     f"--config.{section}.{key}={value}"
     for section, keys in after.items()
     for key, value in keys.items()
-    if value != before[section][key]
+    if value != before[section][key] and (section != "rl" or configured.configured)
   ]
 
 
 def smaller(large: Sequence[str], case: Case, shards: int) -> str:
-  """Returns a flag for less memory: fewer slots, more micro-batches, or full remat.
+  """Returns a flag for less memory: a smaller cache, smaller micro-batches, or full remat.
 
-  If a program of the sampler does not fit, the flag halves the slots. Otherwise it doubles the
-  micro-batches or, if their rows cannot be halved, sets full remat. Returns "" if the slots cannot
-  be halved, full remat is set already, or the copy of the weights does not fit. Other arguments are
-  as in `lines`.
+  If a program of the sampler does not fit, the flag halves the cache or, without a size of the
+  cache, the slots. Otherwise it halves the rows of a micro-batch or, if this is not possible, sets
+  full remat. Returns "" if the slots cannot be halved, full remat is set already, or the copy of
+  the weights does not fit. Other arguments are as in `lines`.
 
   large: names of programs that do not fit.
   """
   if "publish" in large:
     return ""
   if {"prefill", "decode"} & {*large}:
+    if case.engine.cache_tokens:
+      return f"--config.engine.cache_tokens={case.engine.cache_tokens // 2}"
     slots = case.engine.slots_for(case.workload.trajectories) // 2
     return f"--config.engine.slots={slots}" if slots and slots % shards == 0 else ""
   if case.rows % 2 == 0 and (case.rows // 2) % shards == 0:
+    if not case.configured:
+      return f"--sequences={case.rows // 2}"
     return f"--config.rl.microbatches={2 * case.microbatches}"
   return "" if case.config.compute.remat == "full" else "--config.compute.remat=full"
 
 
 def _command(arguments: Sequence[str], *changes: str) -> str:
-  return shlex.join(["python", "-m", "gspo_jax.aot", *arguments, *changes])
+  """Returns the command, with changes in place of earlier values of the same flags."""
+  names = [change.lstrip("-").partition("=")[0] for change in changes]
+  names += ["slots"] * ("config.engine.slots" in names)  # This flag would override the key.
+  flags = _drop(arguments, *names) if names else arguments
+  return shlex.join(["python", "-m", "gspo_jax.aot", *flags, *changes])
 
 
 def _drop(arguments: Sequence[str], *names: str) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 from gspo_jax.report.curves import ByPhase
 from gspo_jax.report.figures import stage_order
 from gspo_jax.runs.metrics import Row, graded_reward
-from gspo_jax.system.text import clock_text
+from gspo_jax.system.text import clock_text, seconds_text
 
 Rows = Sequence[Row]  # Rows of metrics, in the order of steps.
 
@@ -68,7 +68,8 @@ def _learning(by_phase: ByPhase, flat: Mapping[str, Any]) -> Row:
     label = f"{_benchmark(key) or 'Held-out accuracy'}, {average(flat, key)}"
     facts += _change(label, accuracies, "percent")
     prefix = key.removesuffix("accuracy")
-    if evaluated and graded_reward(evaluated[-1], prefix) is not None:
+    latest = next((row for row in reversed(evaluated) if key in row), {})
+    if graded_reward(latest, prefix) is not None:
       rewards = _finite(evaluated, f"{prefix}reward/mean")
       facts += _change(f"{_benchmark(key) or 'Held-out problems'}, mean reward", rewards)
   facts += _change("Held-out accuracy, greedy", _finite(evaluated, "eval/greedy"), "percent")
@@ -277,10 +278,9 @@ def _fast(by_phase: ByPhase) -> Row:
   facts += [_fact("Goodput", share, "percent") for share in _finite(rows, "goodput")[-1:]]
   total = sum(sum(stages.values()) for step, stages in times if step > 0)
   facts.append(_fact("Time in stages", clock_text(total)))
-  because = f"{typical[longest]:.3g} s for {longest}; medians over the second half of the run"
-  return {
-    "state": "plain", "answer": f"{seconds:.3g} s an {name}", "because": because, "facts": facts,
-  }  # fmt: skip
+  answer, most = f"{seconds_text(seconds)} an {name}", seconds_text(typical[longest])
+  because = f"{most} for {longest}; medians over the second half of the run"
+  return {"state": "plain", "answer": answer, "because": because, "facts": facts}
 
 
 def _nothing_yet(by_phase: ByPhase, missing: str) -> tuple[str, str, str]:

@@ -89,7 +89,7 @@ def _read_run(folder: Path, limit: int, max_tokens: int) -> Row:
 
 
 def _group(records: Sequence[Row], path: Path) -> list[Row]:
-  """Groups the responses of a file by step, prompt and kind (training, held out).
+  """Groups the responses of a file by step, prompt, benchmark and kind (training, held out).
 
   Raises:
     ValueError: a response lacks one of REQUIRED_FIELDS.
@@ -104,13 +104,15 @@ def _group(records: Sequence[Row], path: Path) -> list[Row]:
           "remove the line of this response"
         )
     step, name, held_out = record["step"], record["prompt_id"], bool(record.get("eval"))
-    if (step, name, held_out) not in groups:
-      groups[step, name, held_out] = {
+    benchmark = str(record.get("benchmark", ""))  # Prompts of two benchmarks may have one id.
+    if (step, name, held_out, benchmark) not in groups:
+      groups[step, name, held_out, benchmark] = {
         "phase": phase, "step": step, "id": visible(str(name)), "eval": held_out,
+        "benchmark": visible(benchmark),
         "prompt": _shorten(record["prompt"]), "rendered": _rendered(record),
         "answer": _shorten(as_text(record.get("answer", ""))), "samples": [],
       }  # fmt: skip
-    group = groups[step, name, held_out]
+    group = groups[step, name, held_out, benchmark]
     # The group has the rendered prompt of its first response. Another response keeps its rendered
     # prompt only if it is different.
     same = _rendered(record) == group["rendered"]

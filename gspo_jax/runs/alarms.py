@@ -226,7 +226,9 @@ class Bound(NamedTuple):
 
 
 def _ratio_limit(config: AlarmConfig, row: Mapping[str, Any]) -> float:
-  return config.ratio
+  """Returns the limit of `ratio/deviation`, at least the clip range; 0 for a loss without one."""
+  clip_range = row.get("clip_range") or 0.0
+  return max(config.ratio, clip_range) if config.ratio and clip_range else 0.0
 
 
 def _mismatch_limit(config: AlarmConfig, row: Mapping[str, Any]) -> float:

@@ -7,9 +7,11 @@ import re
 from collections.abc import Iterable
 
 # Control characters except tab and line feed (a terminal obeys them), marks of direction (they
-# reorder the text after them), and lone surrogates (they cannot be shown).
+# reorder the text after them), characters without width (except the joiners of some scripts), tags,
+# and lone surrogates (they cannot be shown).
 _INVISIBLE = re.compile(
-  "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+  "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff"
+  "\ud800-\udfff\U000e0000-\U000e007f]"
 )
 
 
@@ -38,6 +40,11 @@ def near_path(path: str, suffix: str = "") -> str:
     names = [entry for entry in os.listdir(folder or ".") if entry.endswith(suffix)]
     return did_you_mean(name, names, os.path.join(folder, ""))
   return ""
+
+
+def seconds_text(seconds: float) -> str:
+  """Formats seconds with three digits, and as m:ss from ten minutes on."""
+  return f"{seconds:.3g} s" if seconds < 600 else clock_text(seconds)
 
 
 def clock_text(seconds: float) -> str:

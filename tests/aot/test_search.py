@@ -203,12 +203,15 @@ def test_chunks_are_no_larger_than_all_at_once():
 def test_the_recommendation_can_be_pasted_into_a_configuration():
   compute = dict(expert_chunk=8192, remat="dots", logits_chunk=512)
   mesh = dict(data=1, fsdp=16, expert=4, tensor=1)
-  case = search.changed(tiny_case(), 2, mesh=mesh, compute=compute)
+  case = search.changed(
+    make_case(from_dict(common.base().to_dict())), 2, mesh=mesh, compute=compute
+  )
   config = common.base()
   config.update(eval(f"dict({search.lines('train', case)})"))
   read = from_dict(config.to_dict())
   assert read.mesh == MeshConfig(**mesh) and read.rl.microbatches == 2
   assert {key: getattr(read.compute, key) for key in compute} == compute
+  assert "microbatches" not in search.lines("train", tiny_case())  # Of another batch.
 
 
 def test_memory_that_is_held_is_a_lower_bound():

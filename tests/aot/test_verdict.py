@@ -1,5 +1,6 @@
 """Verdicts on compiled programs, and signs of life while they are compiled."""
 
+import dataclasses
 import time
 
 import pytest
@@ -50,6 +51,7 @@ def test_programs_that_fit_have_room_bounds_and_a_search():
     ("train", dict(compute__remat="full"), 4096, "next: take a larger topology"),
     ("decode", dict(engine__slots=64), 8, f"{COMMAND} --config.engine.slots=32"),
     ("decode", dict(engine__slots=64), 64, "next: take a larger topology"),
+    ("decode", dict(engine__cache_tokens=8192), 1, f"{COMMAND} --config.engine.cache_tokens=4096"),
     ("publish", dict(), 1, "next: take a larger topology"),
   ],
 )
@@ -57,6 +59,16 @@ def test_programs_that_do_not_fit_get_the_next_command(program, changes, shards,
   rows = row("score", 1.0, binds="hbm"), dict(program=program, fits=False, hbm_gib=16.0)
   lines = verdict_of(*rows, shards=shards, **changes)
   assert lines == [f"verdict: v5e:2x2 is too small for {program}", command]
+
+
+def test_the_next_command_replaces_flags_of_this_one():
+  tight = dict(program="decode", fits=False, hbm_gib=16.0)
+  case = dataclasses.replace(make_case(config_of(common.base)), slots=64)
+  *_, command = verdict.lines([tight], case, "v5e:2x2", 8, [*ARGUMENTS, "--slots", "64"])
+  assert command == f"{COMMAND} --config.engine.slots=32"
+  case, tight = make_case(config_of(common.base), sequences=64), tight | dict(program="train")
+  *_, command = verdict.lines([tight], case, "v5e:2x2", 8, [*ARGUMENTS, "--sequences=64"])
+  assert command == f"{COMMAND} --sequences=32"
 
 
 def search_of(program, *candidates):
@@ -74,16 +86,16 @@ def test_a_search_ends_with_a_verdict_on_its_best_settings():
   train = search_of("train", ({}, slow), (dict(compute=dict(remat="full")), fast))
   decode = search_of("decode", ({}, slow), (dict(engine=dict(slots=128)), fast))
   options = ["--search", "--slots=64", "--tries=3", *ARGUMENTS]
-  command = COMMAND.replace("aot", "aot --tries=3")
+  command, again = (COMMAND.replace("aot", f"aot {x}--tries=3") for x in ("", "--slots=64 "))
   assert verdict.search_lines([train, decode], "v5e:2x2", options) == [
     "verdict: fits v5e:2x2, with 2.0 GiB of 16 left (train)",
     "bound: train by HBM, decode by HBM",
     f"{command} --config.compute.remat=full --config.engine.slots=128",
   ]
   best = search_of("train", ({}, fast))
-  assert verdict.search_lines([best], "v5e:2x2", options)[-1] == command
+  assert verdict.search_lines([best], "v5e:2x2", options)[-1] == again
   apart = ["--search", "--slots", "64", "--tries", "3", *ARGUMENTS]
-  assert verdict.search_lines([best], "v5e:2x2", apart)[-1] == command
+  assert verdict.search_lines([best], "v5e:2x2", apart)[-1] == again
   large = search_of("decode", ({}, dict(fits=False, error="too large")))
   assert verdict.search_lines([best, large], "v5e:2x2", options) == [
     "verdict: v5e:2x2 is too small for decode, with any settings of the search",

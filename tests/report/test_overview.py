@@ -60,7 +60,8 @@ def test_learning_is_judged_by_all_benchmarks(aime, math, state):
 
 @pytest.mark.parametrize("reward, shown", [(0.3, []), (0.7, [0.7])])
 def test_graded_rewards_are_beside_the_accuracy(reward, shown):
-  facts = answers([rl(0, **eval_keys(0.3), **{"eval/reward/mean": reward})])[0]["facts"]
+  rows = [rl(0, **eval_keys(0.3), **{"eval/reward/mean": reward}), rl(1)]
+  facts = answers(rows)[0]["facts"]
   assert [x["value"] for x in facts if x["label"] == "Held-out problems, mean reward"] == shown
 
 

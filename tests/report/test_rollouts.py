@@ -41,9 +41,17 @@ def test_long_responses_are_shortened_and_say_so(tmp_path):
   assert "46,008 characters left out" in shown
 
 
+def test_prompts_of_two_benchmarks_with_one_id_stay_apart(tmp_path):
+  names = "aime24", "aime25"
+  records = [record(1, 1, 0, eval=True, benchmark=name, response=name) for name in names]
+  run = write(tmp_path, dumps=[("eval", 1, records)])
+  groups = read_rollouts([run / "rollouts"], 10)["groups"]
+  assert [(g["benchmark"], g["samples"][0]["response"]) for g in groups] == [*zip(names, names)]
+
+
 def test_what_would_not_be_seen_is_spelled_out(tmp_path):
-  tokens = ["a\u202eb", "\x1b[2J\t\n", "\u2066 é \ud800"]
-  visible = ["a\\u202eb", "\\x1b[2J\t\n", "\\u2066 é \\ud800"]
+  tokens = ["a\u202eb", "\x1b[2J\t\n", "\u2066 é \ud800\u200b"]
+  visible = ["a\\u202eb", "\\x1b[2J\t\n", "\\u2066 é \\ud800\\u200b"]
   plain, whole = record(1, 1, 0, response="".join(tokens)), "".join(visible)
   _, (sample,) = read_records(tmp_path / "plain", [plain], 10)
   assert sample["response"] == whole

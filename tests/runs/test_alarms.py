@@ -79,6 +79,13 @@ def test_advice_names_keys_and_sections_that_exist():
     assert (title[0].isupper(), title[-1], advice[0].isupper(), advice[-1]) == (True, ".") * 2
 
 
+@pytest.mark.parametrize("clip_range", [None, 0.2])
+def test_ratios_may_differ_by_the_clip_range(clip_range):
+  """Ratios of tokens have wide ranges, and some losses have none."""
+  changes = {"ratio/deviation": 0.05, "clip_range": clip_range}
+  assert run(healthy(step, **changes) for step in range(3)) == ({}, [])
+
+
 def test_an_iteration_that_trains_on_nothing_has_no_entropy():
   nothing = {"entropy": 0.0, "ratio/mean": 0.0, "ratio/deviation": 0.0}
   assert run(healthy(step, **nothing) for step in range(3)) == ({}, [])

@@ -161,7 +161,7 @@ function responses() {
     const all = group.samples.length;
     const shown = samples.length < all ? ` · ${samples.length} of ${all} shown` : "";
     const answer = group.answer && group.answer.length <= 60 ? ` · answer ${group.answer}` : "";
-    const kind = group.eval ? "held out" : "training";
+    const kind = group.eval ? `held out ${group.benchmark}`.trim() : "training";
     const line = make(
       "div.line",
       comparing ? nameOf(report.runs[group.run], group.run) : null,
