@@ -204,14 +204,30 @@ def try_rewards(inputs: Inputs, scoring: Scoring) -> list[float]:
 
   Returns the two scores, with NaN where the verifier failed. Returns [] for conversations in an
   environment, for jobs without sampled responses, and if there are no problems. Raises ValueError
-  if the verifier fails on both responses.
+  if the verifier fails on both responses, or a user's function for a signal or a benchmark does.
   """
+  hosts.run_on_first_host(lambda: _try_functions(inputs, scoring))
   config, prompts = inputs.config, inputs.data.main_prompts
   scores = config.job == "eval" or (config.has_iterations and config.samples_prompts)
   if not scores or inputs.environment is not None or not prompts:
     return []
   name = config.reward.name
-  return hosts.run_on_first_host(lambda: rewards.try_out(scoring.scorers[name], name, prompts[0]))
+  return hosts.run_on_first_host(
+    lambda: rewards.try_out(scoring.scorers[name], "reward.name", name, prompts[0])
+  )
+
+
+def _try_functions(inputs: Inputs, scoring: Scoring) -> None:
+  """Tries users' functions for signals and benchmarks, as `try_rewards` does."""
+  prompts = inputs.data.main_prompts if inputs.environment is None else ()
+  signals = scoring.signals.scorers.items() if scoring.signals else ()
+  tried = [("constraints: signal", name, scorer, prompts) for name, scorer in signals]
+  for b in inputs.data.evaluations:
+    name = b.config.reward
+    tried.append((f"eval.benchmarks.{b.name}.reward", name, scoring.scorers.get(name), b.problems))
+  for key, name, scorer, problems in tried:
+    if ":" in name and problems:
+      rewards.try_out(scorer, key, name, problems[0])
 
 
 @contextlib.contextmanager

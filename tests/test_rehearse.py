@@ -91,6 +91,23 @@ REFUSED = {
     r"reward\.name='verifiers_of_a_test:one' fails on problem 100\+100: on its gold .*TypeError"
     r".*; a function takes the response and a dict",
   ),
+  "a signal of one argument": (
+    dict(
+      constraints__rewards__extra__signal="verifiers_of_a_test:one",
+      constraints__rewards__extra__weight=0.5,
+      reward__workers=1,
+    ),
+    r"constraints: signal='verifiers_of_a_test:one' fails on problem .*TypeError",
+  ),
+  "a benchmark's function of one argument": (
+    dict(
+      eval__benchmarks=dict(
+        extra=common.benchmark(1, data="arithmetic:heldout", reward="verifiers_of_a_test:one")
+      ),
+      reward__workers=1,
+    ),
+    r"eval\.benchmarks\.extra\.reward='verifiers_of_a_test:one' fails on problem .*TypeError",
+  ),
   "answers that do not fit": (
     dict(sampling__max_new_tokens=2),
     r"sampling\.max_new_tokens=2.*no answer of a source fits.*data\.train: 0%",

@@ -113,12 +113,13 @@ class Scorer(Protocol):
     """
 
 
-def try_out(scorer: Scorer, name: str, prompt: Prompt) -> list[float]:
+def try_out(scorer: Scorer, key: str, name: str, prompt: Prompt) -> list[float]:
   """Scores a prompt's gold answer and an empty response.
 
   Args:
     scorer: the scorer.
-    name: `reward.name`, for the message.
+    key: configuration key of the verifier, for the message.
+    name: its name.
     prompt: the prompt.
 
   Returns:
@@ -132,13 +133,11 @@ def try_out(scorer: Scorer, name: str, prompt: Prompt) -> list[float]:
   if len(scores.unknown) == 2:
     remedy = "a function takes the response and a dict (id, question, answer), and returns a number"
     gold, empty = scores.unknown[0], scores.unknown[1]
+    where = f"and on an empty one ({gold})"
+    if gold != empty:
+      where = f"({gold}), and on an empty one ({empty})"
     raise ValueError(
-      f"reward.name={name!r} fails on problem {prompt.id}: on its gold answer as a response "
-      + (
-        f"and on an empty one ({gold})"
-        if gold == empty
-        else f"({gold}), and on an empty one ({empty})"
-      )
+      f"{key}={name!r} fails on problem {prompt.id}: on its gold answer as a response {where}"
       + ("" if name in VERIFIERS else f"; {remedy}")
     )
   return [math.nan if i in scores.unknown else float(x) for i, x in enumerate(scores.reward)]

@@ -38,7 +38,7 @@ class Signals:
   """
 
   def __init__(self, config: ConstraintConfig, reward: RewardConfig, scorers: Mapping[str, Scorer]):
-    self._signals, self._reward, self._scorers = config.signals, reward, scorers
+    self._signals, self._reward, self.scorers = config.signals, reward, scorers
 
   def __call__(
     self,
@@ -61,7 +61,7 @@ class Signals:
       The value is a text that names the verifier and the reason.
     """
     verdicts = {
-      name: scorer(responses, prompts, finished=stopped) for name, scorer in self._scorers.items()
+      name: scorer(responses, prompts, finished=stopped) for name, scorer in self.scorers.items()
     }
     unknown = {i: f"{n}: {why}" for n, s in verdicts.items() for i, why in s.unknown.items()}
     signals = {}

@@ -1,5 +1,6 @@
 """Sampling of single-turn responses, a group for each prompt, as a `Rollout`."""
 
+import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -55,12 +56,15 @@ def generate(
     ValueError: there are no prompts, a prompt is empty or has ids outside the vocabulary, a row has
       more positions than the model allows, or a setting is out of range.
   """
+  group_size, max_new_tokens, seed = map(operator.index, (group_size, max_new_tokens, seed))
   prompts = _token_ids(prompts)
   lengths_P = [len(prompt) for prompt in prompts]
   if not lengths_P or group_size < 1:
     raise ValueError(f"{len(prompts)} prompts × group_size={group_size}: nothing to sample")
   if not 0 <= seed < 2**32:
     raise ValueError(f"seed={seed}: it must be at least 0 and below 2^32")
+  if not all(0 <= stop < model_config.vocab_size for stop in stop_ids):
+    raise ValueError(f"stop_ids={stop_ids}: outside the vocabulary of {model_config.vocab_size}")
   if not min(lengths_P):
     raise ValueError(f"prompt {lengths_P.index(0)} is empty: give it at least one token")
   workload = Workload(

@@ -181,10 +181,8 @@ def _mixes_up_clip_ranges(c: RunConfig) -> bool:
 
 def _never_finishes(c: RunConfig) -> bool:
   """Whether a response of full length becomes too old to finish."""
-  if not (c.rl.max_age and c.rl.token_budget):
-    return False
-  iterations = math.ceil(c.rl.rows * c.sampling.max_new_tokens / c.rl.token_budget)
-  return iterations > c.rl.max_age + 1
+  tokens = c.rl.rows * c.sampling.max_new_tokens
+  return 0 < c.rl.max_age < math.ceil(tokens / (c.rl.token_budget or math.inf)) - 1
 
 
 def _is_one_segment(c: RunConfig) -> bool:
@@ -283,6 +281,8 @@ INVALID: tuple[Rule | EntryRule, ...] = (
   # Jobs.
   Rule("{sft.steps}: {job} begins with a cold start; set sft.steps above 0, or set job=rl",
     lambda c: "sft" in c.job and not c.sft.steps, "test_sft: RL of random weights"),
+  Rule("{lora.adapter}, {job}: the cold start changes the weights of these adapters; set job to rl",
+    lambda c: bool(c.lora.adapter) and "sft" in c.job, "docs/one_chip.md: for weights"),
   Rule("{environment.workers}, {distributed}: hosts would see turns end in different orders and "
     "diverge; set environment.workers to 0", lambda c: c.distributed and c.environment.workers > 0,
     "test_rules"),

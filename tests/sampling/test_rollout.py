@@ -20,7 +20,7 @@ def sample(prompts=PROMPTS, params=PARAMS, **changes):
 
 
 def test_rows_hold_prompt_then_response_then_padding():
-  out = sample()
+  out = sample(group_size=np.int64(4), max_new_tokens=np.int64(6))
   assert out.tokens.shape == (16, 11)
   for row in range(16):
     prompt, length = PROMPTS[row // 4], out.lengths[row]
@@ -114,6 +114,7 @@ def test_groups_of_the_same_prompt_are_one_larger_group():
     ([[1, 64]], {}, "token ids from 1 to 64: the model has 0 to 63"),
     ([[1]], dict(max_new_tokens=4096), "max_position_embeddings=2048"),
     ([[1]], dict(seed=-1), "seed=-1: it must be at least 0"),
+    ([[1]], dict(stop_ids=(-1,)), r"stop_ids=\(-1,\): outside the vocabulary"),
   ],
 )
 def test_bad_prompts_are_named(prompts, changes, message):

@@ -254,6 +254,7 @@ REFUSED = [
     dict(objective__kl="k1", objective__kl_coef=0.1),
     r"objective\.kl='k1', .*an expected value of 0",
   ),
+  (BASE, dict(job="sft", sft__steps=1, lora__rank=2, lora__adapter="x"), r"adapter='x', job='sft'"),
   # Keys without effect.
   (BASE, RECORDED | dict(rl__lag=1), r"rl\.lag=1 has no effect.*job='offline'"),
   (BASE, dict(job="eval", rollout_mesh__fsdp=1), r"rollout_mesh\.fsdp=1 has no effect.*job='eval'"),
