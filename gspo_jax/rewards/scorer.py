@@ -133,11 +133,11 @@ def try_out(scorer: Scorer, key: str, name: str, prompt: Prompt) -> list[float]:
   if len(scores.unknown) == 2:
     remedy = "a function takes the response and a dict (id, question, answer), and returns a number"
     gold, empty = scores.unknown[0], scores.unknown[1]
-    where = f"and on an empty one ({gold})"
+    errors = f"and on an empty one ({gold})"
     if gold != empty:
-      where = f"({gold}), and on an empty one ({empty})"
+      errors = f"({gold}), and on an empty one ({empty})"
     raise ValueError(
-      f"{key}={name!r} fails on problem {prompt.id}: on its gold answer as a response {where}"
+      f"{key}={name!r} fails on problem {prompt.id}: on its gold answer as a response {errors}"
       + ("" if name in VERIFIERS else f"; {remedy}")
     )
   return [math.nan if i in scores.unknown else float(x) for i, x in enumerate(scores.reward)]

@@ -38,8 +38,7 @@ def generate(
   Up to round-off, a response depends only on the weights, the sampling settings, `seed`, the
   prompt's tokens and the response's number. Responses to equal prompts have different numbers.
   Under a mesh (`jax.set_mesh`), the responses are split over the mesh's batch axes. Use
-  `sample_rollout` for stop strings, for recorded experts, or to keep an engine for several calls.
-  Use `Driver` for several turns.
+  `sample_rollout` for stop strings, recorded experts or several calls, `Driver` for several turns.
 
   Args:
     prompts: non-empty lists or arrays of token ids.
