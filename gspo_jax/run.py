@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from gspo_jax.models import publication
 from gspo_jax.models.publication import Publishers
 from gspo_jax.report.page import RunningReport
 from gspo_jax.rewards import user_source
+from gspo_jax.rewards.scorer import Prompt
 from gspo_jax.rewards.signals import Signals, open_signals
 from gspo_jax.rollouts.collector import Collector, Stages
 from gspo_jax.rollouts.pipeline import Pipeline
@@ -206,10 +207,11 @@ def try_rewards(inputs: Inputs, scoring: Scoring) -> list[float]:
   environment, for jobs without sampled responses, and if there are no problems. Raises ValueError
   if the verifier fails on both responses, or a user's function for a signal or a benchmark does.
   """
-  hosts.run_on_first_host(lambda: _try_functions(inputs, scoring))
   config, prompts = inputs.config, inputs.data.main_prompts
   scores = config.job == "eval" or (config.has_iterations and config.samples_prompts)
-  if not scores or inputs.environment is not None or not prompts:
+  prompts = prompts if scores and inputs.environment is None else []
+  hosts.run_on_first_host(lambda: _try_functions(inputs, scoring, prompts))
+  if not prompts:
     return []
   name = config.reward.name
   return hosts.run_on_first_host(
@@ -217,9 +219,8 @@ def try_rewards(inputs: Inputs, scoring: Scoring) -> list[float]:
   )
 
 
-def _try_functions(inputs: Inputs, scoring: Scoring) -> None:
+def _try_functions(inputs: Inputs, scoring: Scoring, prompts: Sequence[Prompt]) -> None:
   """Tries users' functions for signals and benchmarks, as `try_rewards` does."""
-  prompts = inputs.data.main_prompts if inputs.environment is None else ()
   signals = scoring.signals.scorers.items() if scoring.signals else ()
   tried = [("constraints: signal", name, scorer, prompts) for name, scorer in signals]
   for b in inputs.data.evaluations:

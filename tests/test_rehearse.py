@@ -187,7 +187,10 @@ def test_a_job_without_scoring_does_not_try_the_reward_function(changes, tmp_pat
   rows = [dict(prompt=f"{n}+1=", response=str(n), reward=float(n % 2)) for n in (2, 3) * 8]
   (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
   failing = dict(reward__name="verifiers_of_a_test:one", reward__workers=1)
-  if changes is OFFLINE:
+  if changes is not OFFLINE:
+    signal = dict(signal="verifiers_of_a_test:one", weight=0.5)
+    failing |= {f"constraints__rewards__extra__{key}": value for key, value in signal.items()}
+  else:
     failing |= dict(offline__data=str(tmp_path / "rows.jsonl"))
   config = config_of(tiny.get_config, **RL | changes | failing)
   assert rehearsed(config, tmp_path / "run") == []

@@ -66,6 +66,7 @@ class Case:
   slots: int = 0  # Responses that the sampler decodes at once, over all devices; 0: engine.slots.
   mean_response: float = 0  # Mean tokens of a response; 0: `lengths.default_mean`.
   mean_prompt: float = 0  # Mean tokens of a prompt; 0: a quarter of data.max_prompt_tokens.
+  one_batch: bool = False  # Whether --sequences replaces the configured micro-batches by one.
 
   @property
   def model(self):
@@ -204,6 +205,7 @@ def make_case(
     sequences or rl.prompts * rl.group_size // rl.minibatches,
     1 if sequences else rl.microbatches,
     length or config.data.max_prompt_tokens + config.sampling.max_new_tokens,
+    one_batch=sequences > 0,
     **sampling,
   )
 
@@ -286,11 +288,7 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
 def sampling_state(case: Case, load: Workload, mesh: jax.sharding.Mesh, params: Any) -> Any:
   """Returns shapes and shardings of (decoding parameters, cache with queue and slots).
 
-  Args:
-    case: configuration and number of slots.
-    load: workload of the engine.
-    mesh: devices of the sampler.
-    params: shapes and shardings of the sampler's weights.
+  params: shapes and shardings of the sampler's weights.
   """
   model, engine, stop_ids = case.model, case.engine, len(load.stop_ids)
   size = sizes(load, engine, sharding.batch_shards(mesh))

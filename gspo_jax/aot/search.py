@@ -339,5 +339,5 @@ def lines(program: str, case: Case) -> str:
   return "\n".join(
     f"{section}=dict({', '.join(f'{key}={literal(value)}' for key, value in keys.items())}),"
     for section, keys in settings(program, case).items()
-    if section != "rl" or case.configured
+    if not (section == "rl" and case.one_batch)
   )

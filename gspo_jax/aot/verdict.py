@@ -1,11 +1,13 @@
 """Last lines of the report: whether the programs fit, and the next command to try."""
 
+import dataclasses
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gspo_jax.aot.programs import Case
 from gspo_jax.aot.search import Search, settings
+from gspo_jax.sampling.requests import sizes
 from gspo_jax.system.accelerators import GPU_FRACTION
 
 # Printed names of the resources in `row["binds"]`.
@@ -87,7 +89,7 @@ def _changes(search: Search) -> list[str]:
     f"--config.{section}.{key}={value}"
     for section, keys in after.items()
     for key, value in keys.items()
-    if value != before[section][key] and (section != "rl" or configured.configured)
+    if value != before[section][key] and not (section == "rl" and configured.one_batch)
   ]
 
 
@@ -96,8 +98,8 @@ def smaller(large: Sequence[str], case: Case, shards: int) -> str:
 
   If a program of the sampler does not fit, the flag halves the cache or, without a size of the
   cache, the slots. Otherwise it halves the rows of a micro-batch or, if this is not possible, sets
-  full remat. Returns "" if the slots cannot be halved, full remat is set already, or the copy of
-  the weights does not fit. Other arguments are as in `lines`.
+  full remat. Returns "" if cache or slots cannot be halved, full remat is set already, or the copy
+  of the weights does not fit. Other arguments are as in `lines`.
 
   large: names of programs that do not fit.
   """
@@ -105,11 +107,17 @@ def smaller(large: Sequence[str], case: Case, shards: int) -> str:
     return ""
   if {"prefill", "decode"} & {*large}:
     if case.engine.cache_tokens:
-      return f"--config.engine.cache_tokens={case.engine.cache_tokens // 2}"
+      size = sizes(case.workload, case.engine, shards)
+      positions = size.pages * size.page * size.shards // 2
+      try:
+        sizes(case.workload, dataclasses.replace(case.engine, cache_tokens=positions), shards)
+      except ValueError:
+        return ""
+      return f"--config.engine.cache_tokens={positions}"
     slots = case.engine.slots_for(case.workload.trajectories) // 2
     return f"--config.engine.slots={slots}" if slots and slots % shards == 0 else ""
   if case.rows % 2 == 0 and (case.rows // 2) % shards == 0:
-    if not case.configured:
+    if case.one_batch:
       return f"--sequences={case.rows // 2}"
     return f"--config.rl.microbatches={2 * case.microbatches}"
   return "" if case.config.compute.remat == "full" else "--config.compute.remat=full"
@@ -132,7 +140,7 @@ def _with_values(arguments: Sequence[str]) -> list[str]:
   """Joins each flag with a value after it: --slots 64 becomes --slots=64."""
   joined: list[str] = []
   for x in arguments:
-    if x.startswith("-"):
+    if x.startswith("-") and not x[1:].isdigit():
       joined.append(x)
     else:
       joined[-1] += f"={x}"

@@ -295,6 +295,7 @@ def read(directory: Path, step: int, collector: Collector) -> Collected:
     state = jsons.parse_object(path.read_bytes())
     c = collector.config
     expected = _distribution(c) | (_estimator(c) if c.trains_on_host_advantages else {})
+    expected = json.loads(json.dumps(expected))  # Tuples become lists.
     recorded = state.get("settings", expected)  # Earlier versions did not write them.
     for key, value in expected.items():
       if recorded.get(key) != value:
@@ -316,6 +317,9 @@ def _estimator(c: RunConfig) -> dict[str, Any]:
   """Returns the estimator of a batch's advantages and its options, by name."""
   estimator, values = c.estimator_of_rewards, options(c.objective, c.reward.right_from)
   settings = {"estimator of advantages": estimator.name, "rl.mask_truncated": c.rl.mask_truncated}
+  if estimator.parts:
+    parts = {"objective.advantage": c.objective.advantage_kind}
+    settings |= parts | {"environment.discount": c.environment.discount}
   return settings | {name: values.get(name) for name in estimator.options}
 
 

@@ -116,7 +116,7 @@ ALARMS = {
   ),
   "ratio": Alarm(
     "The policy moves faster than clipping can limit: importance ratios differ from 1 by more than "
-    "alarms.ratio in the mean.",
+    "the limit of alarms.ratio in the mean.",
     "Lower rl_optimizer.learning_rate, or take fewer updates (rl.minibatches, rl.epochs).",
     "ratio/deviation",
   ),
@@ -213,6 +213,7 @@ WINDOW = 10  # Number of iterations over which medians and means are computed.
 IDLE_ITERATIONS = 5  # Consecutive iterations with a gradient of 0 before a warning.
 MASKED = 0.9  # Smallest share of truncated responses that explains a gradient of 0.
 TAIL = 0.1  # Largest share of tokens with a ratio above 2 or below 1/2 that causes no warning.
+RATIO = 0.005  # Smallest default limit of the mean deviation of the ratios from 1.
 OUTSIDE = 0.1  # Largest share of responses outside the clip range that causes no warning.
 
 
@@ -226,9 +227,11 @@ class Bound(NamedTuple):
 
 
 def _ratio_limit(config: AlarmConfig, row: Mapping[str, Any]) -> float:
-  """Returns the limit of `ratio/deviation`, at least the clip range; 0 for a loss without one."""
-  clip_range = row.get("clip_range") or 0.0
-  return max(config.ratio, clip_range) if config.ratio and clip_range else 0.0
+  """Returns the limit of `ratio/deviation`; by default 0 for a loss without a clip range."""
+  if config.ratio is not None:
+    return config.ratio
+  clip_range = row.get("clip_range")
+  return max(RATIO, clip_range) if clip_range else 0.0
 
 
 def _mismatch_limit(config: AlarmConfig, row: Mapping[str, Any]) -> float:
@@ -246,7 +249,7 @@ def _ratio_tail_limit(config: AlarmConfig, row: Mapping[str, Any]) -> float:
   the limit is higher by `mismatch/tail`, the share of tokens with a large mismatch.
   """
   mismatch = 0.0 if "mismatch/recomputed" in row else _finite(row.get("mismatch/tail")) or 0.0
-  return TAIL + mismatch if config.ratio else 0.0
+  return 0.0 if config.ratio == 0 else TAIL + mismatch
 
 
 # Mean over responses of |d|, where d is the trainer's log-prob minus the sampler's log-prob, as a

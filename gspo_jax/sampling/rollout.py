@@ -56,13 +56,13 @@ def generate(
       more positions than the model allows, or a setting is out of range.
   """
   group_size, max_new_tokens, seed = map(operator.index, (group_size, max_new_tokens, seed))
-  prompts = _token_ids(prompts)
+  prompts, stop_ids = _token_ids(prompts), tuple(stop_ids)
   lengths_P = [len(prompt) for prompt in prompts]
   if not lengths_P or group_size < 1:
     raise ValueError(f"{len(prompts)} prompts × group_size={group_size}: nothing to sample")
   if not 0 <= seed < 2**32:
     raise ValueError(f"seed={seed}: it must be at least 0 and below 2^32")
-  if not all(0 <= stop < model_config.vocab_size for stop in stop_ids):
+  if any(not 0 <= stop < model_config.vocab_size for stop in stop_ids):
     raise ValueError(f"stop_ids={stop_ids}: outside the vocabulary of {model_config.vocab_size}")
   if not min(lengths_P):
     raise ValueError(f"prompt {lengths_P.index(0)} is empty: give it at least one token")
@@ -71,7 +71,7 @@ def generate(
     prompt_length=max(lengths_P),
     trajectories=len(prompts) * group_size,
     group_size=group_size,
-    stop_ids=tuple(stop_ids),
+    stop_ids=stop_ids,
   )
   local = LocalEngine(model_config, engine, compute)
   local.load(params, version=0)

@@ -312,10 +312,10 @@ class AlarmConfig:
     "smallest entropy of the policy, in nats per token. A lower entropy means that the policy "
     "has collapsed to few responses.",
   )
-  ratio: NonNegativeFloat = key(
-    0.005,
-    "largest mean of |importance ratio - 1|. A larger mean means that the policy moves faster "
-    "than clipping can limit.",
+  ratio: NonNegativeFloat | None = key(
+    None,
+    "largest mean of |importance ratio - 1|; None: the clip range, but at least 0.005. A larger "
+    "mean means that the policy moves faster than clipping can limit.",
   )
   mismatch: NonNegativeFloat = key(
     1.0, "largest mean log-prob mismatch of sampler and trainer, as a multiple of the clip range"

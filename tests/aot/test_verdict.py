@@ -52,6 +52,7 @@ def test_programs_that_fit_have_room_bounds_and_a_search():
     ("decode", dict(engine__slots=64), 8, f"{COMMAND} --config.engine.slots=32"),
     ("decode", dict(engine__slots=64), 64, "next: take a larger topology"),
     ("decode", dict(engine__cache_tokens=8192), 1, f"{COMMAND} --config.engine.cache_tokens=4096"),
+    ("decode", dict(engine__cache_tokens=256), 1, "next: take a larger topology"),
     ("publish", dict(), 1, "next: take a larger topology"),
   ],
 )

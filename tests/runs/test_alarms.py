@@ -1,5 +1,6 @@
 """Warnings come when a run goes wrong, once, and the same after an interruption."""
 
+import dataclasses
 import math
 import re
 from pathlib import Path
@@ -82,8 +83,9 @@ def test_advice_names_keys_and_sections_that_exist():
 @pytest.mark.parametrize("clip_range", [None, 0.2])
 def test_ratios_may_differ_by_the_clip_range(clip_range):
   """Ratios of tokens have wide ranges, and some losses have none."""
-  changes = {"ratio/deviation": 0.05, "clip_range": clip_range}
-  assert run(healthy(step, **changes) for step in range(3)) == ({}, [])
+  rows = [healthy(0, **{"ratio/deviation": 0.05, "clip_range": clip_range})]
+  assert run(rows, Alarms(dataclasses.replace(CONFIG, ratio=None))) == ({}, [])
+  assert run(rows)[0] == {"warning/ratio": [0]}  # The configured limit holds.
 
 
 def test_an_iteration_that_trains_on_nothing_has_no_entropy():
