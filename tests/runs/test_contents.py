@@ -68,7 +68,7 @@ def test_a_checkpoint_is_described_by_its_checksums(tmp_path):
 def test_adapters_of_a_directory(tmp_path):
   (tmp_path / "adapter_config.json").write_text("{}")
   (tmp_path / "adapter_model.safetensors").write_bytes(b"abc")
-  changes = dict(lora__rank=2, lora__adapter=str(tmp_path))
+  changes = dict(job="rl", lora__rank=2, lora__adapter=str(tmp_path))
   before = describe(**changes)["lora.adapter"]
   edit(tmp_path / "adapter_model.safetensors", 2)
   assert describe(**changes)["lora.adapter"] != before
