@@ -312,10 +312,11 @@ def changed(case: Case, microbatches: int = 0, **sections: dict[str, Any]) -> Ca
 
 
 def settings(program: str, case: Case) -> dict[str, Row]:
-  """Returns a case's searched settings, by section and key."""
+  """Returns a case's searched settings, by section and key; no micro-batches of `one_batch`."""
   values = {
     section: {key: getattr(getattr(case.config, section), key) for key in keys}
     for section, keys in SETTINGS[program].items()
+    if not (section == "rl" and case.one_batch)
   }
   if "rl" in values:
     # A batch from the command line may have another number of micro-batches than the configuration.
@@ -327,6 +328,7 @@ def name_of(program: str, case: Case) -> str:
   """Formats a case's searched settings as its name."""
   sections = settings(program, case).values()
   values = {key: n for keys in sections for key, n in keys.items()}
+  values |= dict(microbatches=case.microbatches)
   return NAMES[program].format(**values, ahead=", prefetch" if values.get("prefetch") else "")
 
 
@@ -339,5 +341,4 @@ def lines(program: str, case: Case) -> str:
   return "\n".join(
     f"{section}=dict({', '.join(f'{key}={literal(value)}' for key, value in keys.items())}),"
     for section, keys in settings(program, case).items()
-    if not (section == "rl" and case.one_batch)
   )

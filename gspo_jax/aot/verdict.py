@@ -89,7 +89,7 @@ def _changes(search: Search) -> list[str]:
     f"--config.{section}.{key}={value}"
     for section, keys in after.items()
     for key, value in keys.items()
-    if value != before[section][key] and not (section == "rl" and configured.one_batch)
+    if value != before[section][key]
   ]
 
 
