@@ -194,14 +194,12 @@ def product(equation: str, x: jax.Array, y: jax.Array, **kwargs) -> jax.Array:
   return jnp.einsum(equation, x, y, preferred_element_type=wide, **kwargs).astype(dtype)
 
 
-def einsum(
-  equation: str, x: jax.Array, y: jax.Array, out: P, dtype: Any = None, **kwargs
-) -> jax.Array:
+def einsum(equation: str, x: jax.Array, y: jax.Array, out: P, dtype: Any = None) -> jax.Array:
   """Computes jnp.einsum with sharding `out` and `dtype`; None means the dtype of `product`."""
-  kwargs |= dict(out_sharding=None if without_mesh() else out)
+  layout = None if without_mesh() else out
   if dtype is None:
-    return product(equation, x, y, **kwargs)
-  return jnp.einsum(equation, x, y, preferred_element_type=dtype, **kwargs)
+    return product(equation, x, y, out_sharding=layout)
+  return jnp.einsum(equation, x, y, preferred_element_type=dtype, out_sharding=layout)
 
 
 def project(equation: str, x: jax.Array, w: jax.Array, out: P) -> jax.Array:

@@ -10,7 +10,6 @@ from gspo_jax import sharding
 from gspo_jax.data import tokenizer
 from gspo_jax.learner.passes import Learner, make_score
 from gspo_jax.models import transformer
-from gspo_jax.models.params import abstract_params
 from gspo_jax.runs import weight_source
 from gspo_jax.runs.weight_source import WeightSource
 from gspo_jax.settings.model import ModelConfig
@@ -76,16 +75,6 @@ def check_teacher(
     transformer.shardings(model, sharding.TRAIN, mesh)
   except ValueError as error:
     raise ValueError(f"{named}: {error}") from error
-
-
-def abstract(teacher: Teacher, dtype: str, mesh: jax.sharding.Mesh) -> Any:
-  """Returns shapes, dtypes and shardings of the weights, in the training layout."""
-  return abstract_params(teacher.model, mesh, sharding.TRAIN, dtype)
-
-
-def load(teacher: Teacher, dtype: str, mesh: jax.sharding.Mesh) -> Any:
-  """Loads the weights in the layout of `abstract`. Raises the errors of `WeightSource.load`."""
-  return teacher.source.load(teacher.model, mesh, dtype)
 
 
 def scoring(teacher: Teacher, learner: Learner) -> Callable[[Any, ModelInputs], jax.Array]:

@@ -228,7 +228,7 @@ def frozen_params(run: Run, start_params: Callable[[], Any]) -> dict[str, Any]:
   c = run.config
   load = {
     "reference policy": lambda: as_read(start_policy(run, start_params), c.model, c.compute.dtype),
-    "teacher": lambda: teacher.load(run.teacher, c.compute.dtype, run.mesh),
+    "teacher": lambda: run.teacher.source.load(run.teacher.model, run.mesh, c.compute.dtype),
   }
   return {name: load[name]() for name in passes.frozen_models(c, run.teacher and run.teacher.model)}
 
@@ -278,4 +278,4 @@ def check_best(best: str, row: dict[str, Any], evaluated: bool) -> None:
 def position(sampling: Pipeline, total: Totals) -> Callable[[], dict[str, Any]]:
   """Snapshots sampling and totals; returns a function to convert the snapshot to JSON."""
   sampler_position = sampling.position()
-  return lambda: sampler_position() | dict(total=total.get_state())
+  return lambda: sampler_position() | dict(total=dataclasses.asdict(total))

@@ -141,7 +141,7 @@ def test_a_teacher_is_loaded_as_passes_read_it(other_run, directory):
     config = student(named, compute__dtype="bfloat16", mesh__fsdp=2, mesh__expert=2, mesh__data=1)
     taught = teacher.find_teacher(config)
     with jax.set_mesh(mesh):
-      loaded = teacher.load(taught, config.compute.dtype, mesh)
+      loaded = taught.source.load(taught.model, mesh, config.compute.dtype)
     types = transformer.dtypes(taught.model, "bfloat16")
     assert jax.tree.map(lambda x: x.dtype, loaded) == jax.tree.map(jnp.dtype, types)
     assert loaded.blocks[0].ffn.router.dtype == jnp.float32 and loaded.embed.dtype == jnp.bfloat16

@@ -201,7 +201,7 @@ def _score(case: Case, mesh: jax.sharding.Mesh) -> float:
 
 def _teacher(case: Case, mesh: jax.sharding.Mesh) -> float:
   taught = teacher.find_teacher(case.config)
-  params = teacher.abstract(taught, case.config.compute.dtype, mesh)
+  params = abstract_params(taught.model, mesh, sharding.TRAIN, case.config.compute.dtype)
   return case.scored // case.rows * _pass(params, taught.model, case, mesh)
 
 

@@ -153,12 +153,9 @@ def _json_row(line: bytes) -> Any:
     raise BadRow(f"{error}. Correct the row") from error
 
 
-def json_lines(lines: Iterable[bytes], first: int = 1) -> Numbered:
-  """Yields the rows of JSON lines, and skips empty lines.
-
-  `first` is the number of the first line.
-  """
-  for number, line in enumerate(lines, first):
+def json_lines(lines: Iterable[bytes]) -> Numbered:
+  """Yields the rows of JSON lines, and skips empty lines."""
+  for number, line in enumerate(lines, 1):
     if line.strip():
       yield number, functools.partial(_json_row, line)
 

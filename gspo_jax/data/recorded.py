@@ -50,18 +50,11 @@ class Group:
 
 
 @dataclasses.dataclass(frozen=True)
-class Recordings:
+class Recordings(Prompts):
   """Recorded groups, with the methods of a `sources.Source`."""
 
   rows: Sequence[Group]
-  skipped: int = 0  # Number of bad rows.
   unknown: int = 0  # Number of rows with reward null, for which the verifier had failed.
-
-  def __len__(self) -> int:
-    return len(self.rows)
-
-  def __getitem__(self, index: int) -> Group:
-    return self.rows[index]
 
   @property
   def prompts(self) -> Prompts:

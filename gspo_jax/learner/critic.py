@@ -47,7 +47,7 @@ class Critic(NamedTuple):
   hyperparameters: Mapping[str, float]  # Hyperparameters of the optimizer are in `tx` instead.
 
 
-def values(
+def values_after(
   config: CriticConfig,
   critic: head.Critic,
   hidden_RTD: jax.Array,
@@ -55,25 +55,11 @@ def values(
   learner: Learner,
   hyperparameters: Mapping[str, Any],
 ) -> jax.Array:
-  """Returns V_t, float32 [B, T], 0 at position 0.
+  """Returns the value of the state after each token, float32 [R, T].
 
   Args:
     hidden_RTD: the policy's hidden states. A critic with a separate trunk ignores them.
   """
-  return shift_right(
-    _values_after(config, critic, hidden_RTD, rows, learner, hyperparameters), rows
-  )
-
-
-def _values_after(
-  config: CriticConfig,
-  critic: head.Critic,
-  hidden_RTD: jax.Array,
-  rows: Rows,
-  learner: Learner,
-  hyperparameters: Mapping[str, Any],
-) -> jax.Array:
-  """Returns the value of the state after each token, [R, T]."""
   if critic.trunk is not None:
     hidden_RTD = forward(critic.trunk, rows, learner.model, learner.compute).hidden_BTD
   else:
@@ -131,7 +117,7 @@ def make_values(
       out = forward(policy, rows, learner.model, learner.compute, replayed_experts_RTlk)
       hidden_RTD = out.hidden_BTD
     # The coefficient changes only gradients, and this pass has none.
-    after_RT = _values_after(config, critic, hidden_RTD, rows, learner, dict(trunk_coef=1.0))
+    after_RT = values_after(config, critic, hidden_RTD, rows, learner, dict(trunk_coef=1.0))
     value_BT = shift_right(after_RT, rows)
     if not config.bootstrap:
       return value_BT

@@ -27,7 +27,7 @@ from gspo_jax.learner.metrics import (
 )
 from gspo_jax.learner.objective import configured_loss
 from gspo_jax.learner.optimizer import Optimizer, as_optimizer
-from gspo_jax.learner.passes import Learner, accumulate, log_probs, parts
+from gspo_jax.learner.passes import Learner, accumulate, log_probs, parts, shift_right
 from gspo_jax.models import lora
 from gspo_jax.models.experts import moe
 from gspo_jax.objectives.reductions import Last, Max, Mean, Metrics, merge
@@ -141,8 +141,8 @@ def _rl_step(
       metrics |= {"clip_range": Last(jnp.float32(hyperparameters["objective"]["clip_range"]))}
     value = total.numerator
     if critic is not None:
-      values = functools.partial(critics.values, critic_config, critic, out.hidden_BTD, rows)
-      value_BT = values(learner, hyperparameters["critic"])
+      values = functools.partial(critics.values_after, critic_config, critic, out.hidden_BTD, rows)
+      value_BT = shift_right(values(learner, hyperparameters["critic"]), rows)
       metrics |= critics.loss(critic_config, value_BT, batch, hyperparameters["critic"])
       value = value + critic_weight * metrics[critics.LOSS].numerator
     return _with_balance(learner, value, total, metrics, out.stats, hyperparameters)

@@ -55,27 +55,14 @@ _WHOLE = frozenset({"turns"})
 
 _KINDS = ("std", "none", "leave_one_out")  # Estimators within a group, also for turns and lines.
 
+_from_critic = partial(Estimator, by_token=True, by_response=False, of_rewards=False, on_devices=True)
+
 # By default, a configuration has the first of these estimators with nonempty `needs` that are all
 # met, if `kinds` allows the estimator of the loss's publication (`policy_loss`). If there is no
 # such estimator, the default is the estimator of the publication.
 _ALL = (
-  Estimator(
-    "gae",
-    needs=frozenset({"critic"}),
-    beside=frozenset({"turns", "lines"}),
-    by_token=True,
-    by_response=False,
-    of_rewards=False,
-    on_devices=True,
-  ),
-  Estimator(
-    "turn_gae",
-    needs=frozenset({"critic", "turns"}),
-    by_token=True,
-    by_response=False,
-    of_rewards=False,
-    on_devices=True,
-  ),
+  _from_critic("gae", needs=frozenset({"critic"}), beside=frozenset({"turns", "lines"})),
+  _from_critic("turn_gae", needs=frozenset({"critic", "turns"})),
   Estimator(
     "distillation",
     needs=frozenset({"teacher"}),

@@ -59,7 +59,7 @@ class CollectedBatch(NamedTuple):
   position: Callable[[], dict[str, Any]]  # Result of `Collector.position`.
 
 
-class Pipeline:
+class Pipeline(contextlib.AbstractContextManager):
   """Collects the batches of a run, up to `rl.lag` iterations ahead, in a fixed order.
 
     with run.pipeline(collector, stages, last) as sampling:
@@ -109,9 +109,6 @@ class Pipeline:
     self._worker, self._idle_since, self._stop = None, 0.0, threading.Event()
     if self._mesh is not None or self._loads_during_steps:
       self._worker = concurrent.futures.ThreadPoolExecutor(1, "sampler")
-
-  def __enter__(self) -> "Pipeline":
-    return self
 
   def __exit__(self, *_: object) -> None:
     """Stops the worker thread, and discards the batches in flight."""

@@ -62,7 +62,7 @@ class Alarms:
     if c.entropy and entropy is not None and entropy < c.entropy and trained:
       yield "entropy", f"the policy's entropy is down to {entropy:.3g} nats per token"
     for bound in _BOUNDS:
-      value, limit = _finite(row.get(bound.metric)), bound.limit(c, row)
+      value, limit = _finite(row.get(ALARMS[bound.name].metric)), bound.limit(c, row)
       if value is not None and limit and value > limit:
         yield bound.name, bound.text.format(value, row.get("clip_range"))
     if (share := _outside_range(row)) is not None:
@@ -220,8 +220,7 @@ OUTSIDE = 0.1  # Largest share of responses outside the clip range that causes n
 class Bound(NamedTuple):
   """Alarm for a metric above a limit."""
 
-  name: str
-  metric: str
+  name: str  # Name of an alarm, which has the metric.
   limit: Callable[[AlarmConfig, Mapping[str, Any]], float]  # A limit of 0 disables the alarm.
   text: str  # Format string of the warning. Its arguments are metric value and clip range.
 
@@ -259,13 +258,11 @@ _DISTANCE = "mismatch/sequence/abs/mean"
 _BOUNDS = (
   Bound(
     "ratio",
-    "ratio/deviation",
     _ratio_limit,
     "importance ratios differ from 1 by {:.3g} in the mean",
   ),
   Bound(
     "mismatch",
-    _DISTANCE,
     _mismatch_limit,
     "log-probs of sampler and trainer differ by {:.2g} in the mean, and the clip range is {:.2g}. "
     "If objective.old_logp is sampler, responses are clipped before any update. If it is "
@@ -273,20 +270,17 @@ _BOUNDS = (
   ),
   Bound(
     "recomputed",
-    "mismatch/recomputed",
     _mismatch_limit,
     "recomputed old log-probs differ from those of the first update by {:.2g} in the mean, and the "
     "clip range is {:.2g}. From the second mini-batch on, rounding alone clips responses",
   ),
   Bound(
     "mismatch_tail",
-    "mismatch/tail",
     _mismatch_tail_limit,
     "probabilities of sampler and trainer differ by a factor above 2 on {:.1%} of the tokens",
   ),
   Bound(
     "ratio_tail",
-    "ratio/tail",
     _ratio_tail_limit,
     "importance ratios of {:.1%} of the tokens differ from 1 by a factor above 2",
   ),

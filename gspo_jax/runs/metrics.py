@@ -103,10 +103,6 @@ class Totals:
     """Returns the sums by their names in metrics.jsonl."""
     return {f"total/{name}": float(value) for name, value in vars(self).items()}
 
-  def get_state(self) -> dict[str, Any]:
-    """Returns the sums as JSON, for a checkpoint."""
-    return dataclasses.asdict(self)
-
 
 def memory() -> dict[str, float]:
   """Returns peak memory, in GiB, of the process and the fullest local device.

@@ -43,13 +43,13 @@ class RunCheckpoint:
   @property
   def model(self) -> dict[str, Any]:
     """Section `model` of config.json; {} if it is absent."""
-    return _with_tuples(self.config.get("model", {}))
+    return self.config.get("model", {})
 
   @property
   def adapters(self) -> LoraConfig:
     """Configuration of the LoRA adapters in the checkpoint. SFT checkpoints have no adapters."""
     values = self.config.get("lora", {}) if self.path.parent.name == "rl" else {}
-    return LoraConfig(**_with_tuples(values))
+    return LoraConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
   @property
   def tokenizer(self) -> str:
@@ -392,8 +392,3 @@ def _read_config(directory: epath.Path) -> dict[str, Any]:
     return provenance.read(directory)
   except ValueError:
     return {}
-
-
-def _with_tuples(section: Mapping[str, Any]) -> dict[str, Any]:
-  """Converts lists in a section from JSON back to tuples."""
-  return {key: tuple(v) if isinstance(v, list) else v for key, v in section.items()}

@@ -185,17 +185,10 @@ def try_turn(
 
 def answer(call: concurrent.futures.Future) -> Answer:
   """Returns a finished call's answer. If the call raised, the answer describes the failure."""
-  error = call.exception()
-  if error is None:
-    return call.result()
-  if isinstance(error, workers.TooLong):
-    _warn_of_waiting(str(error))
-    return Answer(failure=f"{error} ({LIMIT_KEY})")
-  if isinstance(error, Unusable):
-    return Answer(failure=_printable_line(lambda: str(error)))
-  return Answer(
-    failure=_printable_line(lambda: f"raised {error!r}: return an observation about it instead")
+  result, failure = _result(
+    call, lambda error: f"raised {error!r}: return an observation about it instead"
   )
+  return Answer(failure=failure) if call.exception() else result
 
 
 def _call(
@@ -212,7 +205,10 @@ def _call(
   return [_result(call) for call in calls]
 
 
-def _result(call: concurrent.futures.Future) -> tuple[Any, str]:
+def _result(
+  call: concurrent.futures.Future,
+  describe: Callable[[BaseException], str] = lambda error: f"{type(error).__name__}: {error}",
+) -> tuple[Any, str]:
   """Returns a finished call's value and "", or None and the failure's description."""
   error = call.exception()
   if error is None:
@@ -222,7 +218,7 @@ def _result(call: concurrent.futures.Future) -> tuple[Any, str]:
     return None, f"{error} ({LIMIT_KEY})"
   if isinstance(error, Unusable):
     return None, _printable_line(lambda: str(error))
-  return None, _printable_line(lambda: f"{type(error).__name__}: {error}")
+  return None, _printable_line(lambda: describe(error))
 
 
 @functools.cache

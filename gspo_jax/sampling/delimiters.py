@@ -6,6 +6,7 @@ searched, not its tokens.
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -81,10 +82,8 @@ def step_ends(
       pieces = [delimiters.token_bytes.get(token, b"") for token in tokens]
       text, end_U = b"".join(pieces), np.cumsum(list(map(len, pieces)))
       for delimiter in delimiters.texts:
-        ends, place = [], text.find(delimiter)
-        while place >= 0:
-          ends.append(place + len(delimiter))
-          place = text.find(delimiter, place + 1)
+        overlapping = re.finditer(b"(?=%b)" % re.escape(delimiter), text)
+        ends = [match.start() + len(delimiter) for match in overlapping]
         ends_BT[row, time_U[np.searchsorted(end_U, ends)]] = True
       ends_BT[row, time_U[:-1]] &= ~np.isin(tokens[1:], delimiters.stop_ids)
   return ends_BT

@@ -14,7 +14,7 @@ from gspo_jax.settings.ranges import (
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@ranges.section("critic")
 class CriticConfig:
   """Critic, for the losses ppo_clip, gspo_token and segment. docs/objectives.md"""
 
@@ -53,9 +53,6 @@ class CriticConfig:
     0.0, "factor β of a KL penalty: β log π_old/π_ref is subtracted from each token's reward"
   )
 
-  def __post_init__(self):
-    ranges.check(self, "critic")
-
   @property
   def warmup(self) -> int:
     """Number of initial iterations without updates of the policy."""
@@ -84,7 +81,7 @@ class CriticConfig:
     return dataclasses.replace(self, **ones, warmup_iterations=0)
 
 
-@dataclasses.dataclass(frozen=True)
+@ranges.section("distillation")
 class DistillationConfig:
   """On-policy distillation from a teacher. docs/objectives.md"""
 
@@ -102,9 +99,6 @@ class DistillationConfig:
   reward_weight: NonNegativeFloat = key(
     1.0, "weight of the advantage from rewards; 0: advantages are from the teacher alone"
   )
-
-  def __post_init__(self):
-    ranges.check(self, "distillation")
 
   @property
   def enabled(self) -> bool:

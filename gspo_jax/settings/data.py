@@ -81,7 +81,7 @@ def check_template(template: str) -> None:
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@ranges.section("offline")
 class OfflineConfig:
   """Recorded responses, the training data of job=offline. docs/data.md"""
 
@@ -96,11 +96,8 @@ class OfflineConfig:
     "recorded responses.",
   )
 
-  def __post_init__(self):
-    ranges.check(self, "offline")
 
-
-@dataclasses.dataclass(frozen=True)
+@ranges.section("data.query_set")
 class QuerySetConfig:
   """Choice of prompts by earlier results: dropping, readmission and dynamic sampling."""
 
@@ -119,7 +116,6 @@ class QuerySetConfig:
   )
 
   def __post_init__(self):
-    ranges.check(self, "data.query_set")
     wrong = [
       (
         self.readmit_after,

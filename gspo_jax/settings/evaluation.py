@@ -1,6 +1,5 @@
 """Section `eval`."""
 
-import dataclasses
 import re
 from typing import Annotated
 
@@ -14,7 +13,7 @@ _NEVER = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@ranges.section("eval.benchmarks")
 class BenchmarkConfig:
   """A benchmark in addition to `data.eval`. Its metrics are eval/<name>/..."""
 
@@ -36,11 +35,8 @@ class BenchmarkConfig:
     'participants; "": none',
   )
 
-  def __post_init__(self):
-    ranges.check(self, "eval.benchmarks")
 
-
-@dataclasses.dataclass(frozen=True)
+@ranges.section("eval")
 class EvalConfig:
   """Evaluations during training, and of job=eval. docs/evaluation.md"""
 
@@ -68,7 +64,6 @@ class EvalConfig:
   benchmarks: dict[str, BenchmarkConfig] = key({}, "further benchmarks, by name")
 
   def __post_init__(self):
-    ranges.check(self, "eval")
     for name, benchmark in self.benchmarks.items():
       key, k = f"eval.benchmarks.{name}", max(benchmark.pass_at, default=0)
       if name == "eval" or not re.fullmatch(r"[\w-]+", name):

@@ -1,6 +1,5 @@
 """Sections `mesh` and `rollout_mesh`."""
 
-import dataclasses
 from typing import Annotated, Literal
 
 from gspo_jax.settings import ranges
@@ -12,7 +11,7 @@ Devices = Annotated[int, Range(1, 1_000_000, also=-1)]
 AnyDevices = Annotated[int, Range(0, 1_000_000, also=-1)]
 
 
-@dataclasses.dataclass(frozen=True)
+@ranges.section("mesh")
 class MeshConfig:
   """Number of devices on each axis of the mesh. One axis may have -1: all remaining devices."""
 
@@ -27,11 +26,8 @@ class MeshConfig:
     "experts evenly, else like expert",
   )
 
-  def __post_init__(self):
-    ranges.check(self, "mesh")
 
-
-@dataclasses.dataclass(frozen=True)
+@ranges.section("rollout_mesh")
 class RolloutMeshConfig:
   """Number of devices on each axis of the sampler's own mesh. The trainer takes the first devices,
   and the sampler the next ones. One axis may have -1: all remaining devices. If an axis has 0, the
@@ -41,9 +37,6 @@ class RolloutMeshConfig:
   fsdp: AnyDevices = key(0, "as mesh.fsdp; 0: the sampler uses the trainer's mesh")
   expert: AnyDevices = key(1, "as mesh.expert")
   tensor: AnyDevices = key(1, "as mesh.tensor")
-
-  def __post_init__(self):
-    ranges.check(self, "rollout_mesh")
 
   @property
   def enabled(self) -> bool:

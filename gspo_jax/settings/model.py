@@ -1,6 +1,5 @@
 """Hyperparameters of a model, its precision and formulations."""
 
-import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
@@ -55,7 +54,7 @@ class Scan(NamedTuple):
   stacks: list[Stack]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@ranges.section("model", kw_only=True)
 class ModelConfig:
   """Hyperparameters of a Transformer. Most of them have their names in Hugging Face's config.json.
   In a configuration file, `common.model(common.size(NAME))` returns this section for a named size.
@@ -132,7 +131,6 @@ class ModelConfig:
   linear: LinearConfig = LinearConfig()
 
   def __post_init__(self):
-    ranges.check(self, "model")
     experts, dense = self.num_experts, max(self.mlp_only_layers, default=0)
     by_pattern = not self.scores.local_layers
     wrong = [
@@ -263,7 +261,7 @@ def from_json(values: Mapping[str, Any]) -> ModelConfig:
   return ModelConfig(**{name: convert(name, value) for name, value in values.items()})
 
 
-@dataclasses.dataclass(frozen=True)
+@ranges.section("compute")
 class ComputeConfig:
   """Precision and implementations of the model. They change results by round-off alone."""
 
@@ -303,9 +301,6 @@ class ComputeConfig:
     "options of XLA for overlapping collectives with compute, in updates and passes on TPU "
     "(learner/programs.py, docs/sharding.md)",
   )
-
-  def __post_init__(self):
-    ranges.check(self, "compute")
 
 
 REFERENCE = ComputeConfig()

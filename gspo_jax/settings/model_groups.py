@@ -17,7 +17,7 @@ from gspo_jax.settings.ranges import (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@ranges.section("model.rope", kw_only=True)
 class RopeConfig:
   """Rotary positions, in addition to `rope_theta` (models/attention/positions.py)."""
 
@@ -76,7 +76,6 @@ class RopeConfig:
   )
 
   def __post_init__(self):
-    ranges.check(self, "model.rope")
     lengths = self.rule in ("llama3", "yarn") or self.query_beta
     wrong = [
       (
@@ -91,7 +90,7 @@ class RopeConfig:
     ranges.refuse(self, "model.rope", wrong)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@ranges.section("model.router", kw_only=True)
 class RouterConfig:
   """Choice of experts, in addition to `experts_per_token` and `norm_topk_prob`
   (models/experts/moe.py)."""
@@ -119,7 +118,6 @@ class RouterConfig:
   )
 
   def __post_init__(self):
-    ranges.check(self, "model.router")
     wrong = [(self.groups_per_token > self.groups, "{groups_per_token} must be at most {groups}")]
     ranges.refuse(self, "model.router", wrong)
 
@@ -142,7 +140,7 @@ class ScoresConfig:
   )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@ranges.section("model.linear", kw_only=True)
 class LinearConfig:
   """Layers of linear attention, a gated delta rule (models/gated_delta.py)."""
 
@@ -160,7 +158,6 @@ class LinearConfig:
   )
 
   def __post_init__(self):
-    ranges.check(self, "model.linear")
     sizes = (self.key_heads, self.value_heads, self.key_dim, self.value_dim)
     wrong = [
       (

@@ -29,7 +29,7 @@ from gspo_jax.settings.ranges import (
 from gspo_jax.system.text import did_you_mean
 
 
-@dataclasses.dataclass(frozen=True)
+@ranges.section("objective.adaptive_clip")
 class AdaptiveClipConfig:
   """Adaptation of clip ranges to a target share of clipped tokens. docs/objectives.md"""
 
@@ -50,7 +50,7 @@ LOSSES = O.POLICY_LOSSES
 CORRECTIONS = dict(truncated=O.truncated_weight, masked=O.masked_weight)
 
 
-@dataclasses.dataclass(frozen=True)
+@ranges.section("objective.correction")
 class CorrectionConfig:
   """Importance weights π_old / π_sampler, against the mismatch of trainer and sampler. An unset
   `level` depends on the loss. Unset bounds are `cap` 2, `low` 0.5, `high` 5. docs/objectives.md"""
@@ -71,7 +71,7 @@ class CorrectionConfig:
   high: NonNegativeFloat | None = key(None, "largest weight that does not become 0, if name=masked")
 
 
-@dataclasses.dataclass(frozen=True)
+@ranges.section("objective")
 @with_options  # clip_low, clip_high, kl_coef, ...
 class ObjectiveConfig:
   """The loss and its options. An unset option has its published value. Without a published value it
@@ -123,9 +123,6 @@ class ObjectiveConfig:
   adaptive_clip: AdaptiveClipConfig = FIXED
 
   def __post_init__(self):
-    ranges.check(self, "objective")
-    ranges.check(self.correction, "objective.correction")
-    ranges.check(self.adaptive_clip, "objective.adaptive_clip")
     for option, value in self.options().items():
       if option in self.loss.choices:
         _require_one_of(option, value, self.loss.choices[option], f", which {self.name} takes")

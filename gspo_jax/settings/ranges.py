@@ -1,16 +1,14 @@
 """Declarations of a configuration's keys: type, range, default and meaning.
 
-A section is a frozen dataclass, with one declaration for each key. For example:
+A section is a frozen dataclass, with one declaration for each key. Its values are checked when an
+instance is made. For example:
 
-@dataclasses.dataclass(frozen=True)
+@ranges.section("engine")
 class EngineConfig:
   slots: NonNegativeInt = key(0, "responses decoded at once; 0: all of a batch")
   prefill_tokens: Annotated[int, Range(16, 2**20)] = key(4096, "tokens prefilled per device")
   cache_dtype: Literal["float32", "bfloat16"] = key("float32", "dtype of keys and values")
   window: Annotated[float, Range(0, 60, reason="nobody waits for longer")] | None = key(None, "...")
-
-  def __post_init__(self):
-    ranges.check(self, "engine")
 
 The first check of a section raises TypeError for a number without a range.
 """
@@ -24,7 +22,7 @@ import re
 import struct
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from gspo_jax.system.text import did_you_mean
@@ -119,6 +117,28 @@ def check(section: Any, name: str) -> None:
   """
   for field, kind in kinds(type(section)).items():
     check_value(kind, getattr(section, field), f"{name}.{field}")
+
+
+@typing.dataclass_transform(frozen_default=True)
+def section(path: str, **options: bool) -> Callable[[type], type]:
+  """Declares a section: a frozen dataclass, checked by `check`.
+
+  Args:
+    path: path of the section, for error messages.
+    options: options of `dataclasses.dataclass`.
+  """
+
+  def decorate(cls: type) -> type:
+    further = getattr(cls, "__post_init__", lambda self: None)
+
+    def check_all(self: Any) -> None:
+      check(self, path)
+      further(self)
+
+    cls.__post_init__ = check_all
+    return dataclasses.dataclass(frozen=True, **options)(cls)
+
+  return decorate
 
 
 def check_value(kind: Any, value: Any, key: str) -> None:

@@ -34,7 +34,7 @@ LARGEST_REWARD = 1e15
 TimeLimit = Annotated[float, Range(0.01, 86_400)]
 
 
-@dataclasses.dataclass(frozen=True)
+@ranges.section("reward")
 class RewardConfig:
   """The verifier or reward function, and additions to its reward. docs/rewards.md"""
 
@@ -104,7 +104,6 @@ class RewardConfig:
   )
 
   def __post_init__(self):
-    ranges.check(self, "reward")
     wrong = [
       (self.partial and self.name != "recurrence", "{partial} needs reward.name=recurrence"),
       (

@@ -24,7 +24,7 @@ from gspo_jax.tasks.environments import ENVIRONMENTS
 MAX_CANDIDATES = 1024  # Maximum number of recorded candidates of a sampled token (4 KiB).
 
 
-@dataclasses.dataclass(frozen=True)
+@ranges.section("sampling")
 class SamplingConfig:
   """Distribution of sampled tokens in training, and the end of a response. docs/objectives.md"""
 
@@ -49,9 +49,6 @@ class SamplingConfig:
   )
   stop_strings: tuple[str, ...] = key((), "texts that end a response or a turn, as stop tokens do")
 
-  def __post_init__(self):
-    ranges.check(self, "sampling")
-
   @property
   def untruncated(self) -> bool:
     """Whether tokens are drawn from the whole vocabulary."""
@@ -67,7 +64,7 @@ Prefill = Annotated[int, Range(SHORTEST_PREFILL, 2**20)]
 Positions = Annotated[int, Range(0, 2**40)]
 
 
-@dataclasses.dataclass(frozen=True)
+@ranges.section("engine.server")
 class ServerConfig:
   """Servers, for engine.name=server: requests, weights and checks. docs/engines.md"""
 
@@ -90,11 +87,8 @@ class ServerConfig:
     "0 means 0.005 for a sampler in float32, else 0.1.",
   )
 
-  def __post_init__(self):
-    ranges.check(self, "engine.server")
 
-
-@dataclasses.dataclass(frozen=True)
+@ranges.section("engine")
 class EngineConfig:
   """Engine of rollouts and evaluations. Except for `name`, these keys change results by round-off
   alone, unless responses are carried over. Round-off is large for dtypes of 16 bits or less.
@@ -146,7 +140,6 @@ class EngineConfig:
   server: ServerConfig = ServerConfig()
 
   def __post_init__(self):
-    ranges.check(self, "engine")
     for url in self.urls:
       parts = urllib.parse.urlsplit(url)
       if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
@@ -183,7 +176,7 @@ class EngineConfig:
 LOCAL_ENGINE = EngineConfig()
 
 
-@dataclasses.dataclass(frozen=True)
+@ranges.section("environment")
 class EnvironmentConfig:
   """Environment of conversations. docs/multi_turn.md"""
 
@@ -213,9 +206,6 @@ class EnvironmentConfig:
     "all: all conversations have costs | right: only right conversations have costs, so that "
     "giving up early gains nothing",
   )
-
-  def __post_init__(self):
-    ranges.check(self, "environment")
 
   @property
   def costs(self) -> bool:

@@ -28,7 +28,7 @@ Matrix = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
 _STAGE = re.compile(r"\s*(\d+)\s*:\s*(\d+)\s*")
 
 
-@dataclasses.dataclass(frozen=True)
+@ranges.section("schedule")
 class ScheduleConfig:
   """Changes of response length, data and group size during a run. docs/objectives.md"""
 
@@ -45,7 +45,6 @@ class ScheduleConfig:
   )
 
   def __post_init__(self):
-    ranges.check(self, "schedule")
     starts, lengths = zip(*self.stages) if self.stages else ((1,), (1,))
     wrong = [
       (
@@ -191,7 +190,7 @@ class RLConfig:
     return self.lag + 1 + self.partial if self.lag else 0
 
 
-@dataclasses.dataclass(frozen=True)
+@ranges.section("lora")
 class LoraConfig:
   """Low-rank adapters, trained by RL instead of the model. docs/one_chip.md"""
 
@@ -207,7 +206,6 @@ class LoraConfig:
   )
 
   def __post_init__(self):
-    ranges.check(self, "lora")
     wrong = [
       (
         self.rank and not self.matrices,
@@ -221,7 +219,7 @@ class LoraConfig:
     ranges.refuse(self, "lora", wrong)
 
 
-@dataclasses.dataclass(frozen=True)
+@ranges.section("optimizer")
 class OptimizerConfig:
   """AdamW, with defaults that are usual in RL of language models."""
 
@@ -255,11 +253,8 @@ class OptimizerConfig:
     1.0, "factor on the learning rate of routers; 0: routers are frozen (docs/routing.md)"
   )
 
-  def __post_init__(self):
-    ranges.check(self, "optimizer")
 
-
-@dataclasses.dataclass(frozen=True)
+@ranges.section("checkpoint")
 class CheckpointConfig:
   """Checkpoints, from which the same command resumes a run. docs/running.md"""
 
@@ -290,9 +285,6 @@ class CheckpointConfig:
     "on Google's machines, no limit elsewhere",
   )
 
-  def __post_init__(self):
-    ranges.check(self, "checkpoint")
-
   def phase_directory(self, workdir: str | Path, phase: str) -> "epath.Path":
     """Directory of a phase's checkpoints."""
     from etils import epath  # --help does not import etils.
@@ -300,7 +292,7 @@ class CheckpointConfig:
     return epath.Path(self.directory or Path(workdir).absolute() / "checkpoints") / phase
 
 
-@dataclasses.dataclass(frozen=True)
+@ranges.section("alarms")
 class AlarmConfig:
   """Thresholds of warnings during a run. A threshold of 0 turns its warning off."""
 
@@ -329,11 +321,8 @@ class AlarmConfig:
     0.01, "largest share of responses without a verdict. Updates mask these responses."
   )
 
-  def __post_init__(self):
-    ranges.check(self, "alarms")
 
-
-@dataclasses.dataclass(frozen=True)
+@ranges.section("profile")
 class ProfileConfig:
   """Traces of JAX's profiler in WORKDIR/profile. docs/running.md"""
 
@@ -345,6 +334,3 @@ class ProfileConfig:
     "steps are rounded up to a multiple of engine.steps.",
   )
   port: Annotated[int, Range(0, 65_535)] = key(0, "port of an XProf server on each host; 0: none")
-
-  def __post_init__(self):
-    ranges.check(self, "profile")

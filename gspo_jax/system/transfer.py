@@ -1,5 +1,6 @@
 """Progress of a transfer of bytes, on a terminal or in a log."""
 
+import contextlib
 import sys
 import threading
 import time
@@ -11,7 +12,7 @@ from gspo_jax.system.text import clock_text
 GB = 1e9
 
 
-class Transfer:
+class Transfer(contextlib.AbstractContextManager):
   """Counts bytes, and shows their number, speed and remaining time. Thread-safe.
 
   On a terminal, one line is overwritten. In a log, a new line is written at most every `interval`
@@ -74,9 +75,6 @@ class Transfer:
       self._stream.write("\n")
     elif self._shown:
       self._show()
-
-  def __enter__(self) -> "Transfer":
-    return self
 
   def __exit__(self, *_: object) -> None:
     self.close()

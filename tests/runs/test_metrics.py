@@ -1,5 +1,6 @@
 """Metrics keep their weights, a resumed run keeps its rows, and logs stay readable."""
 
+import dataclasses
 import json
 import math
 import os
@@ -197,6 +198,6 @@ def test_stopwatch_charges_each_second_once():
 
 def test_totals_continue_from_a_checkpoint():
   saved = metrics.Totals().plus(3, 2.5e20).plus(4, 1 / 3)
-  restored = metrics.Totals(**json.loads(json.dumps(saved.get_state())))
+  restored = metrics.Totals(**json.loads(json.dumps(dataclasses.asdict(saved))))
   assert restored.plus(1, 0.1) == saved.plus(1, 0.1)
   assert restored.metrics() == {"total/tokens": 7.0, "total/flops": 2.5e20 + 1 / 3}

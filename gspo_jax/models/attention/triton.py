@@ -55,10 +55,10 @@ def attend(
       visible = slot <= position
       if scores.window:
         visible &= position - slot < scores.window
-      score = jnp.where(visible[None], softcap(_dot(q, k), scores.cap), NEGATIVE)
+      score = jnp.where(visible[None], softcap(dot(q, k), scores.cap), NEGATIVE)
       peak = jnp.maximum(highest, score.max(1))
       weight, old = jnp.exp(score - peak[:, None]), jnp.exp(highest - peak)
-      sums = old[:, None] * sums + _dot(weight.astype(v.dtype), v)
+      sums = old[:, None] * sums + dot(weight.astype(v.dtype), v)
       return peak, old * total + weight.sum(1), sums
 
     start = ((rows,), NEGATIVE), ((rows,), 0), ((rows, H), 0)
@@ -99,7 +99,7 @@ def _with_sinks(y_BKnH: jax.Array, lse_BKPn: jax.Array, sink_N: jax.Array) -> ja
   return y_BKnH * jax.nn.sigmoid(lse_BKn - sink_N.reshape(1, *lse_BKn.shape[1:]))[..., None]
 
 
-def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
+def dot(x: jax.Array, y: jax.Array) -> jax.Array:
   """Multiplies matrices into float32, without rounding float32 to TF32."""
   exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
   return jnp.dot(x, y, preferred_element_type=jnp.float32, precision=exact)

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from gspo_jax import sharding
+from gspo_jax.models.attention.triton import dot
 
 # Maximum sizes of a tile: rows of `product`, other axes of a result, and the axis summed over.
 ROWS, WIDTH, INNER = 128, 128, 64
@@ -42,7 +43,7 @@ def product(
       inner = pl.ds(k * tk, tk)
       x = triton.load(x_ref.at[rows, inner], mask=mask, other=0.0)
       w = w_ref[expert, columns, inner].T if transposed else w_ref[expert, inner, columns]
-      return total + _dot(x, w)
+      return total + dot(x, w)
 
     inner_tiles = jnp.clip(end - start, 0, 1) * (D // tk)  # 0 for an empty tile of rows.
     y = jax.lax.fori_loop(0, inner_tiles, add, jnp.zeros((tm, tn), jnp.float32))
@@ -69,7 +70,7 @@ def outer(x_RD: jax.Array, y_RF: jax.Array, count_E: jax.Array, dtype: Any) -> j
       rows, mask = _rows(first + i * tm, end, R, tm)
       x = triton.load(x_ref.at[rows, inner], mask=mask, other=0.0)
       y = triton.load(y_ref.at[rows, columns], mask=mask, other=0.0)
-      return total + _dot(x.T, y)
+      return total + dot(x.T, y)
 
     total = jnp.zeros((tk, tn), jnp.float32)
     total = jax.lax.fori_loop(0, pl.cdiv(end - first, tm), add, total)
@@ -103,12 +104,6 @@ def _rows(start: jax.Array, end: jax.Array, R: int, tm: int):
   first = jnp.minimum(start, R - tm)
   row = first + jnp.arange(tm)
   return pl.ds(first, tm), ((row >= start) & (row < end))[:, None]
-
-
-def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
-  """Multiplies matrices into float32, without rounding float32 to TF32."""
-  exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-  return jnp.dot(x, y, preferred_element_type=jnp.float32, precision=exact)
 
 
 def _call(kernel, shape: tuple[int, ...], dtype: Any, grid: tuple[int, ...]):

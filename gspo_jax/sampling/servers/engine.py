@@ -8,6 +8,7 @@ talks to servers; it broadcasts the responses.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -42,7 +43,7 @@ ABORT_S = 20.0  # Maximum seconds to wait for the answers to aborted calls.
 RETRY_S = 5.0  # Seconds between two attempts to find a usable server.
 
 
-class ServerEngine:
+class ServerEngine(contextlib.AbstractContextManager):
   """Sampling by servers (an `Engine`). As a context manager, it closes the connections at exit.
 
   Args:
@@ -102,9 +103,6 @@ class ServerEngine:
     self._run, self._stopping = f"{os.getpid():x}-{time.time_ns():x}", False
     self._sampled = 0  # Tokens since the last `start`, including those of unfinished responses.
     self.usage = Usage()
-
-  def __enter__(self) -> "ServerEngine":
-    return self
 
   def __exit__(self, *_: object) -> None:
     if self._pool is not None:

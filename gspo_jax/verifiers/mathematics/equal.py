@@ -240,17 +240,7 @@ def _in_order(a, b) -> bool:
 
 
 def _any_order(a, b) -> bool:
-  """Whether items match one to one, in any order.
-
-  Each item takes its first match. If equality is transitive, no other choice finds more matches.
-  """
-  unmatched = list(b)
-  for item in a:
-    match = next((i for i, other in enumerate(unmatched) if same_answer(item, other)), None)
-    if match is None:
-      return False
-    del unmatched[match]
-  return not unmatched
+  return piecewise.match_all(a, b, same_answer)
 
 
 def _same_vector(matrix, group) -> bool:
@@ -264,13 +254,8 @@ def _same_vector(matrix, group) -> bool:
 
 def _same_scalar(gold: Scalar, ours: Scalar) -> bool:
   """Compares matrices, or numbers and expressions with their units."""
-  matrices = [isinstance(side.value, sp.MatrixBase) for side in (gold, ours)]
-  if any(matrices):
-    return (
-      all(matrices)
-      and gold.value.shape == ours.value.shape
-      and all(map(algebra.same_expression, gold.value, ours.value))
-    )
+  if any(isinstance(side.value, sp.MatrixBase) for side in (gold, ours)):
+    return algebra.same_expression(gold.value, ours.value)
   a, b = gold.value, ours.value
   if a.is_Rational and b.is_Rational and not _one_in_degrees(gold, ours):
     quantities = [

@@ -1,7 +1,8 @@
 """Compares piecewise functions: pairs of value and condition (`nodes.Pieces`)."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 
 import sympy as sp
 
@@ -18,7 +19,8 @@ def same(gold, ours, same_answer: Same) -> bool:
   first, second = (_pieces(side) for side in (gold, ours))
   if first is None or second is None:
     return False
-  if len(first) == len(second) and _match_pieces(first, second, same_answer):
+  same_piece = functools.partial(_same_piece, same_answer=same_answer)
+  if len(first) == len(second) and match_all(first, second, same_piece):
     return True
   return max(len(first), len(second)) <= _MAX_PIECES and _same_function(first, second, same_answer)
 
@@ -67,19 +69,25 @@ def _explicit(pieces: tuple) -> tuple:
   return tuple((value, rest if condition is None else condition) for value, condition in pieces)
 
 
-def _match_pieces(first: tuple, second: tuple, same_answer: Same) -> bool:
-  """Whether the pieces match one to one, in any order."""
+def match_all(first: Iterable, second: Iterable, equal: Same) -> bool:
+  """Whether items match one to one, in any order.
+
+  Each item takes its first match. If equality is transitive, no other choice finds more matches.
+  """
   unmatched = list(second)
-  for value, condition in first:
-    for index, (other_value, other_condition) in enumerate(unmatched):
-      if _same_condition(condition, other_condition, same_answer) and same_answer(
-        value, other_value
-      ):
-        del unmatched[index]
-        break
-    else:
+  for item in first:
+    match = next((i for i, other in enumerate(unmatched) if equal(item, other)), None)
+    if match is None:
       return False
+    del unmatched[match]
   return not unmatched
+
+
+def _same_piece(first: tuple, second: tuple, same_answer: Same) -> bool:
+  """Whether two pieces have equal conditions and equal values."""
+  (value, condition), (other_value, other_condition) = first, second
+  same = _same_condition(condition, other_condition, same_answer)
+  return same and same_answer(value, other_value)
 
 
 def _same_condition(first, second, same_answer: Same) -> bool:
