@@ -182,7 +182,7 @@ def locked_directories(config: RunConfig, workdir: Path) -> list[str | Path]:
   return directories
 
 
-def rehearse(inputs: Inputs) -> list[float]:
+def rehearse(inputs: Inputs) -> list[str]:
   """Runs the checks of `open_run` without writing; returns the scores of `try_rewards`.
 
   Raises ValueError as `open_run` does, but not for a workdir of another configuration.
@@ -200,10 +200,10 @@ def rehearse(inputs: Inputs) -> list[float]:
     return try_rewards(inputs, scoring)
 
 
-def try_rewards(inputs: Inputs, scoring: Scoring) -> list[float]:
+def try_rewards(inputs: Inputs, scoring: Scoring) -> list[str]:
   """Scores the first problem's answer and an empty response.
 
-  Returns the two scores, with NaN where the verifier failed. Returns [] for conversations in an
+  Returns the two results of `rewards.try_out`. Returns [] for conversations in an
   environment, for jobs without sampled responses, and if there are no problems. Raises ValueError
   if the verifier fails on both responses, or a user's function for a signal or a benchmark does.
   """

@@ -196,6 +196,21 @@ def test_a_job_without_scoring_does_not_try_the_reward_function(changes, tmp_pat
   assert rehearsed(config, tmp_path / "run") == []
 
 
+def test_a_dry_run_shows_the_reason_of_a_function_that_fails_once(tmp_path, monkeypatch):
+  function = (
+    "def misspelt(response, prompt):\n  return float(response == prompt['gold']) if response else 0"
+  )
+  (tmp_path / "verifiers_of_a_test.py").write_text(function)
+  monkeypatch.syspath_prepend(tmp_path)
+  monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+  changes = dict(reward__name="verifiers_of_a_test:misspelt", reward__workers=1)
+  config = config_of(tiny.get_config, **RL | changes)
+  gold, empty = rehearsed(config, tmp_path / "run")
+  assert gold == "no verdict (crash: KeyError: 'gold' (verifiers_of_a_test.py, line 2))"
+  assert empty == "0"
+  assert gold in plan.first_problem(read_inputs(config), [gold, empty])[-1]
+
+
 def test_a_dry_run_shows_the_prompt_and_answers_of_an_environment(tmp_path, monkeypatch):
   (tmp_path / "verifiers_of_a_test.py").write_text(MODULE)
   monkeypatch.syspath_prepend(tmp_path)

@@ -38,7 +38,7 @@ ALL = 2  # Activations saved without remat, relative to remat="both".
 COPIES = 3
 
 
-def lines(inputs: Inputs, rewards: Sequence[float] = (), topology: str = "") -> list[str]:
+def lines(inputs: Inputs, rewards: Sequence[str] = (), topology: str = "") -> list[str]:
   """Returns the lines of --dry_run.
 
   Args:
@@ -89,7 +89,7 @@ def lines(inputs: Inputs, rewards: Sequence[float] = (), topology: str = "") -> 
   return text + (iteration(config, devices, inputs.teacher) if config.has_iterations else [])
 
 
-def first_problem(inputs: Inputs, rewards: Sequence[float]) -> list[str]:
+def first_problem(inputs: Inputs, rewards: Sequence[str]) -> list[str]:
   """Returns lines on the first problem: its prompt as text, answer and rewards.
 
   The lines also have the environment's answers in a trial conversation. If the run has no training
@@ -111,7 +111,7 @@ def first_problem(inputs: Inputs, rewards: Sequence[float]) -> list[str]:
     f"  its answer: {visible(first.answer):.200}",
   ]
   if rewards:
-    gold, empty = ("no verdict" if math.isnan(x) else f"{x:g}" for x in rewards)
+    gold, empty = rewards
     # Equal rewards are suspicious for a user's function alone. For the package's verifiers the gold
     # answer may be no valid response, e.g. the tests of a program.
     own_function = ":" in inputs.config.reward.name

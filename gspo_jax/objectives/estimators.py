@@ -55,7 +55,9 @@ _WHOLE = frozenset({"turns"})
 
 _KINDS = ("std", "none", "leave_one_out")  # Estimators within a group, also for turns and lines.
 
-_from_critic = partial(Estimator, by_token=True, by_response=False, of_rewards=False, on_devices=True)
+_from_critic = partial(
+  Estimator, by_token=True, by_response=False, of_rewards=False, on_devices=True
+)
 
 # By default, a configuration has the first of these estimators with nonempty `needs` that are all
 # met, if `kinds` allows the estimator of the loss's publication (`policy_loss`). If there is no

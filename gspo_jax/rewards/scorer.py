@@ -24,7 +24,6 @@ import dataclasses
 import functools
 import importlib.util
 import inspect
-import math
 import os
 import sys
 import types
@@ -113,7 +112,7 @@ class Scorer(Protocol):
     """
 
 
-def try_out(scorer: Scorer, key: str, name: str, prompt: Prompt) -> list[float]:
+def try_out(scorer: Scorer, key: str, name: str, prompt: Prompt) -> list[str]:
   """Scores a prompt's gold answer and an empty response.
 
   Args:
@@ -123,8 +122,7 @@ def try_out(scorer: Scorer, key: str, name: str, prompt: Prompt) -> list[float]:
     prompt: the prompt.
 
   Returns:
-    The rewards of the gold answer and of the empty response. A reward is NaN if there is no verdict
-    on this response.
+    The rewards of the gold answer and of the empty response as text, or the reason for no verdict.
 
   Raises:
     ValueError: neither response has a verdict.
@@ -140,7 +138,8 @@ def try_out(scorer: Scorer, key: str, name: str, prompt: Prompt) -> list[float]:
       f"{key}={name!r} fails on problem {prompt.id}: on its gold answer as a response {errors}"
       + ("" if name in VERIFIERS else f"; {remedy}")
     )
-  return [math.nan if i in scores.unknown else float(x) for i, x in enumerate(scores.reward)]
+  texts = {i: f"no verdict ({reason})" for i, reason in scores.unknown.items()}
+  return [texts.get(i, f"{x:g}") for i, x in enumerate(scores.reward)]
 
 
 def check_importable(name: str, key: str = "reward.name") -> None:

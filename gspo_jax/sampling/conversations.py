@@ -23,7 +23,7 @@ import numpy as np
 from gspo_jax.sampling.trajectory import Environment, Message, Trajectory
 from gspo_jax.settings.rewards import LARGEST_REWARD
 from gspo_jax.structs import Prompt
-from gspo_jax.system import workers
+from gspo_jax.system import user_code, workers
 from gspo_jax.tasks.environments import Make, time_limit
 
 FIGURES = 100  # Maximum number of figures of a conversation.
@@ -218,7 +218,7 @@ def _result(
     return None, f"{error} ({LIMIT_KEY})"
   if isinstance(error, Unusable):
     return None, _printable_line(lambda: str(error))
-  return None, _printable_line(lambda: describe(error))
+  return None, _printable_line(lambda: describe(error)) + user_code.place_of(error)
 
 
 @functools.cache
@@ -251,14 +251,19 @@ def _prompt(
   first: Any, name: str, longest: int, render: Render | None, vocab_size: int
 ) -> tuple[int, ...]:
   """Checks a result of `reset` (`first`), and returns it as token ids."""
-  if first is None or isinstance(first, str | bytes | bytearray | Mapping):
-    raise Unusable(f"{name} returned {_repr(first)}: return messages or token ids")
-  entries = list(itertools.islice(first, longest + 1))
-  if entries and isinstance(entries[0], Mapping):
+  unusable = Unusable(f"{name} returned {_repr(first)}: return messages or token ids")
+  if isinstance(first, str | bytes | bytearray | Mapping):
+    raise unusable
+  try:
+    entries = list(itertools.islice(first, longest + 1))
+    messages = entries if entries and isinstance(entries[0], Mapping) else ()
+    tokens = () if messages else tuple(map(operator.index, entries))
+  except TypeError:
+    raise unusable from None
+  if messages:
     if render is None:
       raise Unusable(f"{name} returned messages, and `render` is None: return token ids")
-    entries = render(entries)
-  tokens = tuple(map(operator.index, entries))
+    tokens = tuple(render(messages))
   if not 0 < len(tokens) <= longest:
     more = " or more" if tokens else ""
     raise Unusable(

@@ -77,3 +77,15 @@ def place(name: str, error: BaseException | None = None) -> str:
   if not lines and code and code.co_filename == file:
     lines = [code.co_firstlineno]
   return f" ({Path(file).name}, line {lines[-1]})" if lines else ""
+
+
+def place_of(error: BaseException) -> str:
+  """Locates an exception from user code, as `place` does.
+
+  The file is the first one outside this package in the traceback, and the line its innermost one.
+  """
+  package = str(Path(__file__).parents[1])
+  frames = traceback.extract_tb(error.__traceback__)
+  file = next((x.filename for x in frames if not x.filename.startswith(package)), None)
+  lines = [frame.lineno for frame in frames if frame.filename == file]
+  return f" ({Path(file).name}, line {lines[-1]})" if file else ""

@@ -405,8 +405,8 @@ def test_a_dry_run_remarks_on_a_function_with_one_reward_for_all(name, remark):
     trial=None,
     tokenizer=types.SimpleNamespace(token_bytes=lambda: {65: b"A"}),
   )
-  assert ("alike" in plan.first_problem(inputs, [7.0, 7.0])[-1]) == remark
-  line = plan.first_problem(inputs, [7.0, 0.0])[-1]
+  assert ("alike" in plan.first_problem(inputs, ["7", "7"])[-1]) == remark
+  line = plan.first_problem(inputs, ["7", "0"])[-1]
   assert "alike" not in line and ("right from 1 on" in line) == remark
 
 

@@ -108,14 +108,17 @@ STEPS = {  # The result of a step, or what it does; and the failure.
   "five values": (([5], 1.0, True, False, {}), "return observation, reward and done"),
   "nothing": (lambda: None, "returned None"),
   "a generator": (lambda: (x for x in ([5], 1.0, True)), "returned <generator"),
-  "raises": (lambda: leave(OSError("no network")), r"raised OSError\('no network'\)"),
+  "raises": (
+    lambda: leave(OSError("no network")),
+    r"raised OSError\('no network'\).*instead \(\w+\.py, line \d+\)$",
+  ),
   "exits": (lambda: leave(SystemExit(0)), "raised SystemExit"),
   "interrupts": (lambda: leave(KeyboardInterrupt()), "raised KeyboardInterrupt"),
   "out of memory": (lambda: leave(MemoryError()), "raised MemoryError"),
   "endless recursion": (lambda: _recurse(), "raised RecursionError"),
   "an error without text": (lambda: leave(BadText()), "RuntimeError in the text"),
   "an error of lone surrogates": (lambda: leave(OSError("\ud800" * 9)), "raised OSError"),
-  "a long error": (lambda: leave(OSError("x" * 10**6)), "raised OSError.*xxx\\.\\.\\.$"),
+  "a long error": (lambda: leave(OSError("x" * 10**6)), r"raised OSError.*xxx\.\.\. \(\w+\.py"),
   "waits": (lambda: time.sleep(5), r"longer than 0\.5 s"),
   "loops": (lambda: _spin(), r"longer than 0\.5 s"),
   "observes slowly": (lambda: (_slow(), 0.0, False), r"longer than 0\.5 s"),
@@ -193,7 +196,7 @@ def _reset(value):
 
 
 BEGINNINGS = {
-  "raises": (_reset(lambda: {}["bad"]), "KeyError: 'bad'"),
+  "raises": (_reset(lambda: {}["bad"]), r"KeyError: 'bad' \(test_conversations.py, line \d+\)"),
   "exits": (_reset(lambda: leave(SystemExit(0))), "SystemExit: 0"),
   "waits": (_reset(lambda: time.sleep(5)), r"longer than 0\.5 s"),
   "is empty": (_reset(()), r"Hostile.reset\(\) begins with 0 tokens.*max_prompt"),
@@ -201,7 +204,8 @@ BEGINNINGS = {
   "has no end": (_reset(lambda: itertools.repeat(5)), "5 tokens or more"),
   "is nothing": (_reset(None), "returned None"),
   "is text": (_reset("go"), "returned 'go'"),
-  "is of texts": (_reset(["go"]), "TypeError"),
+  "is of texts": (_reset(["go"]), r"returned \['go'\]: return messages or token ids"),
+  "is Gym's": (_reset(([dict(role="user", content="")], {})), "return messages or token ids"),
   "is another tokenizer's": (_reset([64]), "ids from 64 to 64"),
   "needs a template": (_reset([dict(role="user", content="")]), "`render` is None"),
   "cannot be made": (dict(__init__=lambda self, prompt: leave(OSError("full"))), "OSError: full"),
