@@ -34,7 +34,7 @@ from gspo_jax.runs.weight_source import RunCheckpoint
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.passes import sampler_types
 from gspo_jax.system import files, hub, jsons
-from gspo_jax.system.arguments import Parser
+from gspo_jax.system.arguments import Parser, local_path
 
 # Files of image and video processors, which servers of multimodal models read.
 PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -168,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   """Exports the run of the command line."""
   parser = Parser(prog="python -m gspo_jax.export", description=__doc__.splitlines()[0])
   parser.add_argument("run", metavar="RUN", help="a workdir, or one of its checkpoints")
-  parser.add_argument("directory", metavar="DIR", type=Path, help="new directory for the model")
+  parser.add_argument("directory", metavar="DIR", type=local_path, help="new local directory")
   parser.add_argument(
     "--tokenizer", default="", help="directory or repository of the tokenizer (default: as in RUN)"
   )

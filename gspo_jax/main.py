@@ -35,7 +35,7 @@ from gspo_jax.cli.flags import (
 from gspo_jax.evaluation import statistics
 from gspo_jax.inputs import model_of_weights, read_inputs
 from gspo_jax.run import Run, open_run, rehearse
-from gspo_jax.runs import checkpoint, nonfinite, paths, provenance
+from gspo_jax.runs import checkpoint, mirror, nonfinite, paths, provenance
 from gspo_jax.sampling import ServersGone
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.passes import describe_old_policy, sampler_types
@@ -67,7 +67,11 @@ def main(argv: list[str]) -> None:
   config, workdir = read_config(_model_of_weights, _check_paths), _workdir()
   try:
     inputs = read_inputs(config, workdir)  # Writes no files.
-    with open_run(inputs) as run, stop_together(config.checkpoint.grace_s):
+    with (
+      open_run(inputs) as run,
+      stop_together(config.checkpoint.grace_s),
+      evaluation_copied(run),
+    ):
       for line in provenance.difference(read_config_file(filename()), CONFIG.value.to_dict()):
         sys.stderr.write(f"config {line}\n")
       if text := describe_old_policy(config):
@@ -107,11 +111,18 @@ def _check_paths(config: RunConfig) -> None:
 def stop_together(grace_s: float) -> contextlib.AbstractContextManager[None]:
   """Makes all hosts stop at the same `preemption.check` after a signal.
 
-  If there is a single process, a signal outside of a phase ends this process at once.
+  Without `distributed`, a signal outside of a phase ends the process at once.
   """
-  if jax.process_count() == 1:
-    return contextlib.nullcontext()
-  return preemption.watch(grace_s)
+  if jax.distributed.is_initialized():  # JAX takes SIGTERM, even of a single process.
+    return preemption.watch(grace_s)
+  return contextlib.nullcontext()
+
+
+def evaluation_copied(run: Run) -> contextlib.AbstractContextManager[None]:
+  """Copies the results of job=eval to `checkpoint.directory` at the end."""
+  if run.config.job == "eval":
+    return mirror.copied_at_end(run.workdir, run.config.checkpoint.directory)
+  return contextlib.nullcontext()
 
 
 def plan() -> None:

@@ -130,6 +130,7 @@ def test_what_cannot_be_exported_is_said_in_one_line(trained, tmp_path, capsys):
     ([str(tmp_path / "nowhere"), str(tmp_path / "out")], "is neither the workdir nor"),
     ([str(workdir / "checkpoints/sft/7"), str(tmp_path / "out")], "complete steps: 1, 2"),
     ([str(workdir), str(workdir)], "exists and is not empty: give a new name"),
+    ([str(workdir), "gs://bucket/model"], "gs://bucket/model is not local"),
   ):
     with pytest.raises(SystemExit):
       export.main(arguments)

@@ -56,13 +56,17 @@ def read_config(
 def refuse(error: Exception) -> NoReturn:
   """Ends the process with an error's message in one line.
 
-  The exit code is `BAD_INPUT`. If --verbosity is 1, the traceback is printed too.
+  The exit code is `BAD_INPUT`. If --verbosity is 1, the traceback is printed too. On several hosts,
+  a normal exit would wait minutes for the other hosts, and then have another code.
   """
   logging.debug("", exc_info=error)
   if isinstance(error, OSError) and error.filename:
     error = f"{error.filename}: {error.strerror}"
   lines = " ".join(line.strip() for line in str(error).splitlines())
   sys.stderr.write(f"gspo_jax: {visible(lines)}\n")  # The message may quote a response.
+  if jax.distributed.is_initialized():
+    sys.stderr.flush()
+    os._exit(BAD_INPUT)
   sys.exit(BAD_INPUT)
 
 

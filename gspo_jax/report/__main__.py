@@ -5,7 +5,6 @@ Writes the report of a run, or a comparison of several runs, as one HTML page.
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from gspo_jax.cli import before_jax
 
@@ -13,7 +12,7 @@ if __name__ == "__main__":
   before_jax.begin_command("train")
 
 from gspo_jax.report.page import write_report
-from gspo_jax.system.arguments import Parser
+from gspo_jax.system.arguments import Parser, local_path
 from gspo_jax.system.files import WriteError
 
 
@@ -24,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     description="Writes the report of a run, or a comparison of several runs, as one HTML page.",
   )
   parser.add_argument(
-    "workdirs", metavar="DIR", nargs="+", help="directory of a run, which has metrics.jsonl"
+    "workdirs", metavar="DIR", type=local_path, nargs="+", help="directory of a run"
   )
   parser.add_argument(
     "--max_rollouts", type=int, default=10_000, help="maximum number of responses on the page"
@@ -34,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   )
   options = parser.parse_args(arguments)
   for workdir in options.workdirs:
-    if not (Path(workdir) / "metrics.jsonl").exists():
+    if not (workdir / "metrics.jsonl").exists():
       parser.error(f"{workdir} has no metrics.jsonl: name the directory of a run")
   try:
     path = write_report(*options.workdirs, output=options.output, max_rollouts=options.max_rollouts)

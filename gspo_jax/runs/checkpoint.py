@@ -6,8 +6,7 @@ yet; None if all rows are. `rows` is the number of training rows in metrics.json
 
 Orbax writes to a temporary path, and renames it at the end. So a killed process leaves either a
 whole checkpoint or none. Orbax does not detect a flipped bit in an array. So the JSON of the host
-state also has checksums of all arrays (integrity.py), and a checksum of itself
-(`system.files.seal`).
+state also has checksums of all arrays (integrity.py), and one of itself (`system.files.seal`).
 """
 
 import contextlib
@@ -396,5 +395,6 @@ def save_state(directory: str | Path, state: Any) -> None:
 
 def restore_state(directory: str | Path, like: Any) -> Any:
   """Reads a state written by `save_state`, in the layout of the abstract state `like`."""
+  path = epath.Path(directory)
   with ocp.StandardCheckpointer() as reader:
-    return reader.restore(epath.Path(directory).absolute(), like)
+    return reader.restore(path if "://" in str(path) else path.absolute(), like)

@@ -8,6 +8,7 @@ a large file are read. A repository of the hub is pinned to a commit, and needs 
 
 import concurrent.futures
 import fnmatch
+import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -121,4 +122,4 @@ def _reader(path: epath.Path) -> tuple[int, Callable[[int, int], bytes]]:
       file.seek(start)
       return file.read(stop - start)
 
-  return path.stat().length, read
+  return os.stat(path).st_size, read  # `epath.Path.stat` fails for users without a name.

@@ -2,10 +2,13 @@
 
 A preempted machine loses its disk and the workdir on the disk. So each save of a checkpoint also
 copies the workdir to `checkpoint.directory`, except the files and folders in EXCLUDED. The
-checkpoint becomes complete only after this copy. A run whose workdir has no config.json resumes
+checkpoint becomes complete only after this copy. An evaluation has no checkpoints, and its end
+copies the workdir. A run whose workdir has no config.json resumes
 from the copy in its `checkpoint.directory`.
 """
 
+import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,13 +52,23 @@ class Mirror:
     for name in list(_files(self._workdir)):
       path = self._workdir / name
       try:
-        stat = path.stat()
-        if self._copied.get(name) != (stat.length, stat.mtime):
+        stat = os.stat(path)  # `epath.Path.stat` fails for users without a name.
+        if self._copied.get(name) != (stat.st_size, stat.st_mtime):
           _copy(path, self.target / name)
-          self._copied[name] = stat.length, stat.mtime
+          self._copied[name] = stat.st_size, stat.st_mtime
       except (FileNotFoundError, WriteError):
         if path.exists():
           raise
+
+
+@contextlib.contextmanager
+def copied_at_end(workdir: Path, directory: str) -> Iterator[None]:
+  """Copies a workdir at the end of the context, also after an exception."""
+  try:
+    yield
+  finally:
+    if hosts.is_first():
+      Mirror(workdir, directory).copy()
 
 
 def find_record(workdir: Path, directory: str) -> tuple[Path | epath.Path, str]:

@@ -1,7 +1,15 @@
 """Arguments of commands."""
 
 import argparse
+from pathlib import Path
 from typing import NoReturn
+
+
+def local_path(name: str) -> Path:
+  """Reads a local path. Raises ArgumentTypeError for an address such as gs://..."""
+  if "://" in name:
+    raise argparse.ArgumentTypeError(f"{name} is not local; copy it from or to a local directory")
+  return Path(name)
 
 
 class Parser(argparse.ArgumentParser):

@@ -364,6 +364,7 @@ def test_command_line(workdir, tmp_path, capsys):
   assert [run["name"] for run in embedded(output)["runs"]] == [workdir.name, "second"]
   for arguments, message in (
     ([str(tmp_path / "nowhere")], "has no metrics.jsonl"),
+    (["gs://bucket/run"], "gs://bucket/run is not local"),
     ([runs[0], f"--output={tmp_path}/file/page.html"], "cannot be written: Not a directory"),
     (runs, "--output=compare.html"),
     ([runs[0], runs[0], f"--output={output}"], "named twice"),

@@ -5,6 +5,7 @@ import dataclasses
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -14,7 +15,7 @@ import pytest
 from support.cases import long
 from support.small_models import SHALLOW_MOE
 
-from gspo_jax import sharding
+from gspo_jax import main, sharding
 from gspo_jax.learner.state import new_state
 from gspo_jax.models import transformer
 from gspo_jax.models.params import abstract
@@ -22,6 +23,7 @@ from gspo_jax.runs import checkpoint, mirror
 from gspo_jax.runs.mirror import Mirror
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.training import CheckpointConfig
+from gspo_jax.system import preemption
 
 MODEL = SHALLOW_MOE
 TX = optax.adamw(1e-3)
@@ -219,6 +221,45 @@ def test_an_empty_workdir_is_filled_from_the_checkpoint_directory(mesh, tmp_path
   assert texts == {"config.json": "{}", "metrics.jsonl": "1\n2\n", "rollouts/a.jsonl": "a"}
   assert not Mirror(workdir, config.directory).fill()  # it holds a run now
   assert restore(workdir, state, mesh, config)[0] == 2
+
+
+@pytest.mark.parametrize("job", ["eval", "rl"])
+def test_an_evaluation_is_copied_when_it_ends(job, tmp_path):
+  """It has no checkpoints, and a preempted machine loses its workdir."""
+  sections = dict(job=job, checkpoint=SimpleNamespace(directory=str(tmp_path / "bucket")))
+  (tmp_path / "run").mkdir()
+  with (
+    contextlib.suppress(preemption.Preempted),
+    main.evaluation_copied(
+      SimpleNamespace(workdir=tmp_path / "run", config=SimpleNamespace(**sections))
+    ),
+  ):
+    (tmp_path / "run/chunks.jsonl").write_text("1\n")
+    raise preemption.Preempted
+  assert (tmp_path / "bucket/workdir/chunks.jsonl").exists() == (job == "eval")
+
+
+def test_files_of_users_without_a_name(tmp_path, monkeypatch):
+  """A container may run as a user and group that have no entry in its files."""
+  monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+  monkeypatch.setattr("grp.getgrgid", {}.__getitem__)
+  (tmp_path / "run").mkdir()
+  (tmp_path / "run/a.json").write_text("a")
+  Mirror(tmp_path / "run", str(tmp_path / "bucket")).copy()
+  assert (tmp_path / "bucket/workdir/a.json").read_text() == "a"
+
+
+def test_a_state_in_a_bucket_keeps_its_address(monkeypatch):
+  read = []
+
+  class Reader(contextlib.AbstractContextManager):
+    __exit__ = staticmethod(lambda *_: None)
+    restore = staticmethod(lambda path, like: read.append(str(path)))
+
+  monkeypatch.setattr(checkpoint.ocp, "StandardCheckpointer", Reader)
+  for path in "gs://bucket/state", "state":
+    checkpoint.restore_state(path, None)
+  assert read == ["gs://bucket/state", str(Path("state").absolute())]
 
 
 @pytest.mark.parametrize("removed_at", ["listed", "copied"])

@@ -44,6 +44,13 @@ def test_weights_of_a_directory(size, position, tmp_path):
   assert describe(source)["weights"] != before
 
 
+def test_weights_of_a_user_without_a_name(tmp_path, monkeypatch):
+  """A container may run as a user and group that have no entry in its files."""
+  monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+  monkeypatch.setattr("grp.getgrgid", {}.__getitem__)
+  assert describe(write_weights(tmp_path / "model"))["weights"]
+
+
 def test_weights_elsewhere(tmp_path, monkeypatch):
   write_weights(tmp_path / "bucket/model")
   fake_hub.bucket(monkeypatch, tmp_path)

@@ -21,3 +21,13 @@ def test_what_a_model_wrote_does_not_reach_the_terminal_as_a_command(capsys):
     flags.refuse(ValueError("no verdict on any of 8 (8 times: crash: KeyError: '\x1b]0;x\x07')"))
   stderr = capsys.readouterr().err
   assert r"'\x1b]0;x\x07'" in stderr and stderr.rstrip("\n").isprintable()
+
+
+def test_an_error_on_one_of_several_hosts_ends_its_process_at_once(monkeypatch):
+  """A normal exit waits for hosts that wait for this one, and then has another code."""
+  monkeypatch.setattr("jax.distributed.is_initialized", lambda: True)
+  codes = []
+  monkeypatch.setattr("os._exit", codes.append)
+  with pytest.raises(SystemExit):
+    flags.refuse(ValueError("a bad file"))
+  assert codes == [2]
