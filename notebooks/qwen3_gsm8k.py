@@ -38,6 +38,8 @@ REPOSITORY = "git+https://github.com/OWNER/gspo_jax"  # where this project is pu
 if importlib.util.find_spec("gspo_jax") is None:
   if "OWNER" in REPOSITORY:
     raise SystemExit("Set REPOSITORY to the address of gspo_jax, or to its directory.")
+  if Path(REPOSITORY).is_dir():
+    REPOSITORY = Path(REPOSITORY).absolute().as_uri()
   tpu = any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*"))
   packages = [f"gspo-jax[{'tpu' if tpu else 'train'}] @ {REPOSITORY}"]
   if not tpu and shutil.which("nvidia-smi"):

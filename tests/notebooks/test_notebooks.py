@@ -102,6 +102,18 @@ def test_losses_notebook_goes_on_after_its_installation(monkeypatch):
   assert [command[-1] for command in commands] == ["git+https://github.com/somebody/gspo_jax"]
 
 
+def test_notebooks_install_from_a_directory(monkeypatch, tmp_path):
+  repository = "git+https://github.com/OWNER/gspo_jax"
+  source = tagged(script("qwen3_gsm8k"), "install").source.replace(repository, str(tmp_path))
+  commands = []
+  monkeypatch.setattr("subprocess.run", lambda command, check: commands.append(command))
+  monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+  monkeypatch.setattr("shutil.which", lambda name: None)
+  with pytest.raises(SystemExit, match="Installed"):
+    exec(source, {})
+  assert [command[-1] for command in commands] == [f"gspo-jax[train] @ {tmp_path.as_uri()}"]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_shortened_values_are_parameters(name):
   cell, values = tagged(script(name), "parameters"), {}
