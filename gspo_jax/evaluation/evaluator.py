@@ -214,16 +214,12 @@ class Evaluator:
     """Yields chunks of up to `eval.batch` finished problems: (indices, trajectories, seconds)."""
     if not indices:
       return
-    c, problems, environment = (
-      self.config,
-      sampling_round.benchmark.problems,
-      sampling_round.benchmark.environment,
-    )
+    environment = sampling_round.benchmark.environment
     multi_turn = environment is not None
     load = workload(
-      c,
+      self.config,
       sampling_round.temperature,
-      len(problems),
+      len(sampling_round.benchmark.problems),
       sampling_round.samples,
       prompt_length=self.prompt_length,
       stop_ids=tuple(self.tokenizer.stop_ids),
@@ -239,35 +235,62 @@ class Evaluator:
       workers=self.environment.workers if multi_turn else 0,
       time_limit_s=time_limit(environment),
     )
-    # PRNG keys depend on sample numbers, and these continue over problems with equal prompts. So
-    # problems already in the log have groups, too. Otherwise numbers of other samples would change.
-    groups = new_groups(
-      problems,
-      sampling_round.samples,
-      self.seed,
-      self.prompt_length,
-      environment,
-      lambda messages: self.tokenizer.encode(self.tokenizer.chat(messages)),
-      tags=range(len(problems)),
-      vocab_size=self.tokenizer.vocab_size,
-      workers=self.environment.workers if multi_turn else 0,
-    )
-    for index in indices:
-      driver.begin(groups[index])
+    batches = self._new_groups(sampling_round, indices[-1] + 1)
+    groups: dict[int, list[Trajectory]] = {}  # By problem; without problems of earlier chunks.
+    active: set[Trajectory] = set()
+
+    def begin() -> None:
+      """Begins the next problems while slots are free."""
+      while len(active) < load.slots and (batch := next(batches, None)):
+        for group in batch:
+          if (index := group[0].tag) in unfinished:
+            groups[index] = group
+            driver.begin(group)
+            active.update(x for x in group if not x.finished)
+
     ready, unfinished = [], set(indices)
     started, remaining = time.perf_counter(), len(indices)
+    begin()
     for trajectory in driver.run():
       index = trajectory.tag
+      trajectory.environment = None  # Environments may be large.
+      active.discard(trajectory)
+      begin()
       if index not in unfinished or not all(sample.finished for sample in groups[index]):
         continue
       unfinished.remove(index)
       ready.append(index)
-      if len(ready) == min(c.batch, remaining):
+      if len(ready) == min(self.config.batch, remaining):
         remaining -= len(ready)
         ready.sort()
         seconds = time.perf_counter() - started
-        yield ready, [sample for i in ready for sample in groups[i]], seconds
+        yield ready, [sample for i in ready for sample in groups.pop(i)], seconds
         ready, started = [], time.perf_counter()
+
+  def _new_groups(self, sampling_round: Round, count: int) -> Iterator[list[list[Trajectory]]]:
+    """Yields groups of the first `count` problems, batch by batch.
+
+    Problems with environments are in batches of `eval.batch`; all others are in one batch.
+    PRNG keys depend on sample numbers, and these continue over problems with equal prompts. So
+    problems already in the log have groups, too. Otherwise numbers of other samples would change.
+    """
+    benchmark, numbers = sampling_round.benchmark, collections.Counter()
+    environment = benchmark.environment
+    size = count if environment is None else self.config.batch
+    for start in range(0, count, size):
+      batch = benchmark.problems[start : min(start + size, count)]
+      yield new_groups(
+        batch,
+        sampling_round.samples,
+        self.seed,
+        self.prompt_length,
+        environment,
+        lambda messages: self.tokenizer.encode(self.tokenizer.chat(messages)),
+        tags=range(start, start + len(batch)),
+        vocab_size=self.tokenizer.vocab_size,
+        workers=0 if environment is None else self.environment.workers,
+        numbers=numbers,
+      )
 
   def _score(self, benchmark: Benchmark, indices: list[int], trajectories: list[Trajectory]) -> Row:
     """Scores responses to some problems; returns a dict like `_round`."""

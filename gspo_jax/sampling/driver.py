@@ -226,6 +226,7 @@ def new_groups(
   tags: Sequence[Any] | None = None,
   vocab_size: int = 2**31,
   workers: int = 0,
+  numbers: collections.Counter | None = None,
 ) -> list[list[Trajectory]]:
   """Creates one group of new trajectories for each prompt.
 
@@ -242,8 +243,9 @@ def new_groups(
     tags: labels of the groups, for the caller and for error messages. None means the prompts' ids.
     vocab_size: exclusive upper bound on token ids of an environment's prompt.
     workers: number of threads that create environments; 0 means one.
+    numbers: next sample number of each prompt's tokens, updated for the next call. None means 0.
   """
-  groups, next_sample = [], collections.Counter()  # Next sample number of each prompt's tokens.
+  groups, next_sample = [], collections.Counter() if numbers is None else numbers
   sizes = [size] * len(prompts) if isinstance(size, int) else size
   tags = tags or [prompt.id for prompt in prompts]
   repeated = [prompt for prompt, size in zip(prompts, sizes, strict=True) for _ in range(size)]

@@ -16,6 +16,8 @@ from jax.experimental import multihost_utils
 
 T = TypeVar("T")
 
+CHUNK = 2**28  # Maximum number of bytes in one broadcast, since each device has a copy.
+
 
 def is_first() -> bool:
   """Whether this is the first process, which decides and writes for all processes."""
@@ -51,11 +53,20 @@ def broadcast(value: Any) -> Any:
   if jax.process_count() == 1:
     return value
   content = pickle.dumps(value)
-  size = int(multihost_utils.broadcast_one_to_all(np.int32(len(content))))
-  padded = np.zeros(size, np.uint8)
-  if is_first():
-    padded[:] = np.frombuffer(content, np.uint8)
-  return pickle.loads(multihost_utils.broadcast_one_to_all(padded).tobytes())
+  size = _broadcast_size(len(content))
+  chunks = []
+  for start in range(0, size, CHUNK):
+    chunk = np.zeros(min(CHUNK, size - start), np.uint8)
+    if is_first():
+      chunk[:] = np.frombuffer(content, np.uint8, len(chunk), start)
+    chunks.append(multihost_utils.broadcast_one_to_all(chunk))
+  return pickle.loads(b"".join(chunks))
+
+
+def _broadcast_size(size: int) -> int:
+  """Broadcasts a size in single bytes, since JAX integers may be limited to 32 bits."""
+  content = np.frombuffer(size.to_bytes(8, "little"), np.uint8)
+  return int.from_bytes(multihost_utils.broadcast_one_to_all(content).tobytes(), "little")
 
 
 def gather(number: int) -> list[int]:

@@ -1,7 +1,9 @@
 """avg@k counts what it says, in chunks as at once, interrupted or not."""
 
 import dataclasses
+import gc
 import json
+import weakref
 from types import SimpleNamespace
 
 import jax
@@ -371,6 +373,53 @@ def test_evaluation_holds_conversations():
   assert [r["length"] for r in records] == out.lengths.tolist()
   assert [r["response"] for r in records] == [str(out.response(i)) for i in range(len(records))]
   assert row["eval/truncated_fraction"] == pytest.approx(1 - out.stopped.mean())
+
+
+def test_environments_begin_when_slots_are_free(tmp_path):
+  """Few exist at once, and equal prompts have the sample numbers of a single batch."""
+  existing, most = weakref.WeakSet(), []
+
+  class Counted(Teacher):
+    def __init__(self, prompt):
+      super().__init__(prompt.tokens)
+      existing.add(self)
+
+    def step(self, response):
+      most.append(len(existing))
+      return [], 1.0, True
+
+  prompts = [Prompt(str(i), "", "", (4, 3 + i % 3)) for i in range(12)]
+
+  def evaluated(engine, directory, batch):
+    judge = Evaluator(
+      config=dataclasses.replace(CONFIG, batch=batch, greedy=False, max_new_tokens=12),
+      model=MODEL,
+      benchmarks=[Benchmark("", dataclasses.replace(SET, samples=2), prompts, None, Counted)],
+      tokenizer=tokenizer.load("bytes"),
+      prompt_length=4,
+      seed=0,
+      environment=TALK,
+      directory=directory,
+    )
+    engine.load(None, version=0)
+    most.clear()
+    return judge(engine, "key")[1]
+
+  class Stops(Echo):
+    def step(self):
+      if len(self.calls) > 8:
+        raise Interrupted
+      return super().step()
+
+  records = evaluated(Echo(), None, 12)
+  assert most[0] == 24 and len({x["response"] for x in records if x["prompt_id"] in "0369"}) == 8
+  assert evaluated(Echo(), None, 2) == records and max(most) <= 8
+  with pytest.raises(Interrupted):
+    evaluated(Stops(), tmp_path, 2)
+  assert (tmp_path / "unfinished.jsonl").read_text().count("chunk") > 1
+  assert evaluated(Echo(), tmp_path, 2) == records and len(most) < 24
+  gc.collect()
+  assert not existing
 
 
 def test_conversations_that_fail_are_wrong_and_no_problem_is_missing():

@@ -28,7 +28,7 @@ from gspo_jax.sampling.servers.engine import ServerEngine
 from gspo_jax.settings.model import REFERENCE
 from gspo_jax.settings.sampling import EngineConfig, SamplingConfig, ServerConfig
 from gspo_jax.structs import Prompt
-from gspo_jax.system import hosts
+from gspo_jax.system import hosts, preemption
 
 MODEL = SMALLER_DENSE
 STOP = 3
@@ -182,6 +182,7 @@ def with_version(version, start=0):
 GARBAGE = {  # what it holds is in test_client.py too
   "500": ("500", "status"),
   "too many requests": ("429", "status"),
+  "a refusal": ("400", "request"),
   "truncated": ("truncate", "connection"),
   "no JSON": (lambda answer: b"<html>", "body"),
   "nested": (lambda answer: b"[" * 200_000, "body"),
@@ -368,6 +369,60 @@ def test_a_response_that_fails_everywhere_fails_and_the_run_goes_on(make, monkey
   assert failed(engine) == {"status": 2} and engine.usage.metrics()["engine/servers"] == 2
 
 
+def test_all_calls_of_an_excluded_server_end(make):
+  server, engine = make()
+  answered = threading.Event()
+
+  def fails(path, body):
+    if path == GENERATE and body["token_ids"][0] == PROMPTS[0][0]:
+      answered.wait(20)
+    return "500" if path == GENERATE else None
+
+  server.fault = fails
+  pool, tokens = engine._pool, [*itertools.repeat(PROMPTS[0], 9), *itertools.repeat(PROMPTS[1], 3)]
+  for i, prompt in enumerate(tokens):
+    pool.submit(probe.Call(str(i), tuple(prompt), 8, WORKLOAD.sampling, (STOP,), seed=0))
+  answers = dict(pool.answers.get(timeout=5)[::2] for _ in tokens)
+  answered.set()
+  assert not pool.usable and not pool.servers[0].calls
+  assert [answers[str(i)].kind for i in range(12)] == [""] * 9 + ["status"] * 3
+
+
+def test_a_response_does_not_fail_with_calls_of_another(make, monkeypatch):
+  monkeypatch.setattr(engines, "MAX_FAILURES", 1)
+  monkeypatch.setattr(client, "MAX_FAILURES", 1)
+  server, engine = make()
+  published = threading.Event()
+
+  def fails(path, body):
+    if path == "/pause":
+      published.set()
+    if path != GENERATE or published.is_set():
+      return None
+    while len(requests_of(server)) < 2:
+      time.sleep(0.01)
+    return "500" if body["token_ids"] == PROMPTS[0] else published.wait(20) and None
+
+  server.fault = fails
+  bad, good = new_groups([Prompt("", "", "", tuple(x)) for x in PROMPTS[:2]], 1, 0, 4, None)
+  driver = driving(engine, bad)
+  driver.begin(good)
+  assert {*driver.run()} == {*bad, *good}
+  assert bad[0].failure and not good[0].failure and len(good[0].tokens)
+  assert failed(engine) == {"status": 1}
+
+
+def test_a_refused_response_does_not_exclude_its_server(make):
+  server, engine = make()
+  server.fault = always("400")
+  (refused,) = group = group_of(1)
+  list(driving(engine, group).run())
+  assert re.match(r"6 calls failed, the last at http.*HTTP 400", refused.failure)
+  assert failed(engine) == {"request": 6} and server.seen.count("/pause") == 1
+  server.fault = well
+  check(engine)
+
+
 def test_the_last_server_is_waited_for(make):
   server, engine = make(wait_s=30.0)
 
@@ -445,6 +500,38 @@ def test_what_is_stopped_comes_back_with_what_it_has_and_goes_on(make):
         : len(output)
       ]
       np.testing.assert_allclose(output[mine], reference[mine], atol=1e-4)
+
+
+def test_a_stop_waits_for_the_answers_until_a_publication_ends(make, monkeypatch):
+  server, engine = make()
+  receive, blocked, released = engine._receive, threading.Event(), threading.Event()
+  answered, group = threading.Semaphore(0), group_of(4)
+  monkeypatch.setattr(engines, "ABORT_S", 0.05)
+  monkeypatch.setattr(engine, "_receive", lambda seconds: receive(0.05))
+
+  def waits(path, body):
+    if path == "/collective_rpc":
+      blocked.set()
+      released.wait(20)
+    elif path == GENERATE and "probe" not in body["request_id"]:
+      blocked.wait(20)
+      return lambda answer: answered.release() or answer
+
+  server.fault = waits
+  driver = driving(engine, group)
+  loads = threading.Thread(target=engine.load, args=(weights(2), 2))
+  loads.start()
+  assert all(answered.acquire(timeout=20) for _ in group)
+  with pytest.raises(preemption.Preempted), preemption.checked_by(ended):
+    engine._abort()
+  threading.Timer(0.3, released.set).start()
+  list(driver.run(lambda: True))
+  loads.join()
+  assert all(each.finished and len(each.tokens) for each in group) and not failed(engine)
+
+
+def ended():
+  raise preemption.Preempted
 
 
 def test_tokens_count_before_their_response_is_finished(make):

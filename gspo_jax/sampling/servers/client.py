@@ -32,9 +32,9 @@ from gspo_jax.settings.sampling import ServerConfig
 MAX_FAILURES = 3  # Consecutive failed calls or health checks before a server is excluded.
 HEALTH_S = 5.0  # Pause between two health checks of a server with calls in flight.
 CONNECT_S = 10.0  # Time limit to connect, and for short requests.
-# Idle time until the client closes a connection. After 5 s the server would close it, and a request
-# sent at that moment would fail.
+# Idle time until the client closes a connection. Requests fail if the server does so, after 5 s.
 IDLE_S = 2.0
+REFUSALS = 400, 413, 422  # HTTP statuses of wrong requests; they are no failure of the server.
 OTHER_CONNECTIONS = 16  # Connections per server for requests other than calls.
 SPARE_DESCRIPTORS = 1024  # File descriptors for the rest of the process.
 TOKEN = "GSPO_ENGINE_TOKEN"  # Environment variable with the servers' bearer token.
@@ -98,9 +98,8 @@ class ServerPool:
     if self.in_flight < most:
       text = "engine.server.in_flight=%d is lowered to %d, since the process may open no more files"
       logging.warning(text + ": raise its limit (ulimit -Hn)", most, self.in_flight)
-    refused = f"set {TOKEN} to the server's token"
     missing = "vLLM needs VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
-    self._hints = {401: refused, 403: refused, 404: missing}
+    self._hints = {404: missing, **dict.fromkeys((401, 403), f"set {TOKEN} to the server's token")}
     self._http = httpx2.AsyncClient(
       headers=dict(Authorization=f"Bearer {token}") if token else {},
       timeout=httpx2.Timeout(None, connect=CONNECT_S),  # `request` limits the total time.
@@ -167,7 +166,8 @@ class ServerPool:
       raise Failed("connection", f"{path}: {type(error).__name__} {error}") from error
     if not answer.is_success:
       hint = self._hints.get(answer.status_code) or answer.text[:200]
-      raise Failed("status", f"HTTP {answer.status_code} for {path}: {hint}")
+      kind = "request" if answer.status_code in REFUSALS else "status"
+      raise Failed(kind, f"HTTP {answer.status_code} for {path}: {hint}")
     try:
       value = answer.json() if answer.content.strip() else None
     except (ValueError, RecursionError) as error:
@@ -204,6 +204,7 @@ class ServerPool:
       pass
     except Failed as error:
       answer = error
+      self._calls.pop(call.id, None)  # Its timeout has ended, so `_expire` may not change it.
       self._count_failure(server, error)
     except Exception as error:  # A bug. `Pending.fail` raises this exception in the host loop.
       answer = error
@@ -217,8 +218,7 @@ class ServerPool:
   async def _choose(self, avoid: Collection[str]) -> Server:
     """Waits for a server with fewer than `in_flight` calls, and returns the least busy one."""
     while True:
-      usable = self.usable
-      preferred = [server for server in usable if server.url not in avoid] or usable
+      preferred = [server for server in self.usable if server.url not in avoid] or self.usable
       free = [server for server in preferred if len(server.calls) < self.in_flight]
       if free:
         return min(free, key=lambda server: len(server.calls))
@@ -239,7 +239,7 @@ class ServerPool:
     self.failures[error.kind] += 1
     if not server.usable:
       return
-    server.failures += 1
+    server.failures += int(error.kind != "request")
     if server.failures >= MAX_FAILURES:
       self.exclude(server, f"{server.failures} failures in a row, the last: {error}")
     else:

@@ -267,6 +267,9 @@ class ServerEngine(contextlib.AbstractContextManager):
         end = time.monotonic() + ABORT_S
         while self._pending and time.monotonic() < end:
           answers += self._receive(0.5)
+          if self._loading:  # Answers wait until the publication ends.
+            preemption.check_alone()
+            end = time.monotonic() + ABORT_S
     finally:
       self._stopping = False
     return answers
@@ -291,8 +294,7 @@ class ServerEngine(contextlib.AbstractContextManager):
       elif not self._stopping:
         pending.fail(url, answer)
       if self._stopping or pending.finished:
-        response = pending.response(self._workload.sampling.untruncated)
-        answers.append((pending.number, response))
+        answers.append((pending.number, pending.response(self._workload.sampling.untruncated)))
       else:
         self._send(pending)
 
@@ -304,8 +306,7 @@ class ServerEngine(contextlib.AbstractContextManager):
       samples.remove(response.sample)
       if not samples:
         del self._requests[number]
-      new = len(response.tokens)
-      if new:
+      if new := len(response.tokens):
         end = request.prefix_length + new - 1
         self.usage.flops += float(flops.work(self._model, 1, new, end).forward())
       responses.append(dataclasses.replace(response, request=request))
@@ -335,7 +336,7 @@ class Pending:
     self.logp = np.zeros(0, np.float32)
     self.experts: np.ndarray | None = None
     self.stopped = False
-    self.failed_at: list[str] = []  # URL for each failed call since the last part; "" if unsent.
+    self.failed_at: list[str] = []  # URL for each failed call since the last part.
     self.failure = ""  # Description of the last failure, if MAX_FAILURES calls in a row failed.
     self._tail: bytes | None = None  # State of the search for stop strings.
 
@@ -356,9 +357,8 @@ class Pending:
     self.version = np.concatenate([self.version, part.version[:end]])
     if part.experts is not None:
       # Every call prefills the prefix again; only the experts of a token's first pass are recorded.
-      inputs = self.request.prefix_length + len(self.tokens) - 1
       filled = 0 if self.experts is None else len(self.experts)
-      new = part.experts[filled:inputs]
+      new = part.experts[filled : self.request.prefix_length + len(self.tokens) - 1]
       self.experts = np.concatenate([self.experts, new]) if filled else new
     return len(part.tokens[:end])
 
@@ -366,6 +366,8 @@ class Pending:
     """Counts a call that failed or was aborted without a token; raises unexpected exceptions."""
     if not isinstance(answer, Part | Failed):
       raise answer
+    if isinstance(answer, Failed) and not answer.kind:  # Its server was excluded for other calls.
+      return
     self.failed_at.append(url)
     if (count := len(self.failed_at)) >= MAX_FAILURES:
       reason = answer if isinstance(answer, Failed) else "it was aborted"

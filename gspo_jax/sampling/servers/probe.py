@@ -33,7 +33,7 @@ from gspo_jax.settings.sampling import SamplingConfig, ServerConfig
 from gspo_jax.system import hosts
 
 # Kinds of failures, in the order of docs/engines.md.
-KINDS = ("connection", "timeout", "health", "status", "body", "tokens", "version")
+KINDS = ("connection", "timeout", "health", "request", "status", "body", "tokens", "version")
 SLACK = 1e-3  # Largest accepted log-prob in nats: rounding may bring it above 0.
 PUBLICATIONS = 2  # Number of publications on disk: a starting server may still read the older one.
 PROMPTS = 8  # Number of the probe's prompts, half of them for each temperature.
