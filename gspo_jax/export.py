@@ -38,6 +38,12 @@ from gspo_jax.system.arguments import Parser, local_path
 
 # Files of image and video processors, which servers of multimodal models read.
 PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+# Defaults of Llama's tokenizer classes in transformers. The generic class has other ones.
+LLAMA_DEFAULTS = dict(
+  model_input_names=["input_ids", "attention_mask"],
+  padding_side="left",
+  clean_up_tokenization_spaces=False,
+)
 
 
 def export(
@@ -111,9 +117,21 @@ def _save_tokenizer(directory: Path, tokenizer: str, ids: Mapping[str, Any], lik
     tokenizers.copy(hub.directory(like), directory, PROCESSOR)
   if tokenizer != "bytes":
     tokenizers.copy(hub.directory(tokenizer), directory)
+    _make_generic(directory / "tokenizer_config.json")
   generation = directory / "generation_config.json"
   sampling = jsons.read_object(generation) if generation.exists() else {}
   generation.write_text(json.dumps(sampling | dict(ids), indent=2) + "\n")
+
+
+def _make_generic(file: Path) -> None:
+  """Replaces Llama's tokenizer class in tokenizer_config.json by the generic one.
+
+  In transformers 5, Llama's class ignores parts of tokenizer.json, so some ids would differ.
+  """
+  config = jsons.read_object(file) if file.exists() else {}
+  if config.get("tokenizer_class") in ("LlamaTokenizer", "LlamaTokenizerFast"):
+    config = LLAMA_DEFAULTS | config | dict(tokenizer_class="PreTrainedTokenizerFast")
+    file.write_text(json.dumps(config, indent=2) + "\n")
 
 
 @contextlib.contextmanager

@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 import transformers
 from support import toy_qwen3
 from support.command_line import SMALL_VALUES
 from support.configs import config_of
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from configs import tiny
 from gspo_jax import export, sft, sharding
@@ -89,6 +91,41 @@ def test_transformers_stops_where_the_run_did(trained, tmp_path):
   assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, [2, 0], 0)
   theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
   assert theirs.chat_template.keys() == {"default", "tools"}
+
+
+@pytest.mark.parametrize("name", ["LlamaTokenizer", "LlamaTokenizerFast"])
+@pytest.mark.parametrize("legacy", [True, False])
+def test_transformers_reads_the_ids_of_the_run(name, legacy, tmp_path):
+  """Its class of Llama's tokenizers puts spaces by the key `legacy`, and ignores tokenizer.json."""
+  vocab = ["<unk>", "<s>", "</s>", "▁", *"[INST]/ahi?", "▁h", "▁a"]
+  ids = {text: i for i, text in enumerate(dict.fromkeys(vocab))}
+  tok = tokenizers.Tokenizer(models.BPE(ids, [("▁", "h"), ("▁", "a")], unk_token="<unk>"))
+  if legacy:
+    tok.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+  else:
+    parts = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    tok.normalizer = normalizers.Sequence(parts)
+  tok.decoder = decoders.Metaspace()
+  tok.add_special_tokens(["<unk>", "<s>", "</s>"])
+  source, out = tmp_path / "source", tmp_path / "out"
+  source.mkdir()
+  out.mkdir()
+  tok.save(str(source / "tokenizer.json"))
+  template = "{% for m in messages %}{{ bos_token }}[INST] {{ m.content }} [/INST]{% endfor %}"
+  config = dict(bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=template)
+  config |= dict(tokenizer_class=name, legacy=legacy)
+  (source / "tokenizer_config.json").write_text(json.dumps(config))
+  (out / "config.json").write_text('{"model_type": "llama"}')
+  export._save_tokenizer(out, str(source), {}, "")
+  messages = [dict(role="user", content="hi a"), dict(role="user", content="a?")]
+  ours, theirs = tokenizer.load(str(source)), transformers.AutoTokenizer.from_pretrained(out)
+  expected = theirs.apply_chat_template(messages, return_dict=False)
+  assert ours.encode(ours.conversation(messages)) == expected
+  defaults = transformers.LlamaTokenizer
+  assert theirs.padding_side == defaults.padding_side == "left"
+  assert theirs.model_input_names == defaults.model_input_names
+  written = json.loads((out / "tokenizer_config.json").read_text())
+  assert config.items() - {("tokenizer_class", name)} <= written.items()
 
 
 def test_a_tokenizer_that_is_elsewhere_now(trained, tmp_path, monkeypatch, capsys):

@@ -16,7 +16,7 @@ continuation is the response itself, with at most one change:
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from gspo_jax.data.special_tokens import TokenizerError
 from gspo_jax.data.tokenizer import HFTokenizer, Tokenizer
@@ -25,6 +25,7 @@ from gspo_jax.data.tokenizer import HFTokenizer, Tokenizer
 _TAG = re.compile(r"[<\[◁][|｜/]*[^\W\d_]{2}[^\s<>\[\]◁▷]*[>\]▷]")
 _LAST = re.compile(rf"({_TAG.pattern})(\s*)\Z")  # A tag at the end of a text.
 _TAIL = 200  # A prompt's last tag is searched in this many characters at the prompt's end.
+_FIELD = re.compile(r"[.'\"](thinking|reasoning_content)\b")  # A thought's field in a template.
 _THOUGHT = re.compile(r"think|thought|reason|reflect", re.IGNORECASE)
 
 
@@ -45,7 +46,7 @@ def continuation(
     opening = _TAG.match(response.lstrip())
     if opening and tag in _closings(opening[0]) and tag in response:
       response = response.rpartition(tag)[2].lstrip()  # Without its own thought.
-  for message in _messages(response) if template else ():
+  for message in _messages(response, template) if template else ():
     try:
       conversation = tok.conversation([*messages, message])
     except TokenizerError:  # The template refuses assistant messages.
@@ -84,17 +85,21 @@ def whole_text(tok: Tokenizer, ids: Sequence[int]) -> str:
   return tok.tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
-def _messages(response: str) -> Iterator[dict[str, str]]:
-  """Yields one or two forms of the assistant's message.
+def _messages(response: str, template: str) -> list[dict[str, str]]:
+  """Returns one or two forms of the assistant's message.
 
-  If the response has a `</think>`, there is a second form with the thought in the field
-  `reasoning_content`.
+  If the response has a `</think>`, there is a form with the thought in the field
+  `reasoning_content`. It comes first if the template reads such a field, and has no `</think>`.
   """
-  yield dict(role="assistant", content=response)
+  whole = dict(role="assistant", content=response)
   thought, close, answer = response.rpartition("</think>")
-  if close:
-    thought = thought.rpartition("<think>")[2].strip("\n")
-    yield dict(role="assistant", content=answer.lstrip("\n"), reasoning_content=thought)
+  if not close:
+    return [whole]
+  split, thought = whole | dict(content=answer.lstrip("\n")), thought.rpartition("<think>")[2]
+  if thought.strip():
+    split["reasoning_content"] = thought.strip("\n")
+  reads = _FIELD.search(template) and "</think>" not in template
+  return [split, whole] if reads else [whole, split]
 
 
 def _continuation_in(

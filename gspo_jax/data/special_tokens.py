@@ -103,18 +103,17 @@ def adds_bos(
 
 
 def stop_ids(
-  directory: epath.Path,
-  tokenizer: tokenizers.Tokenizer,
-  special: dict[str, str],
-  generation: dict[str, Any],
+  directory: epath.Path, tokenizer: tokenizers.Tokenizer, special: dict[str, str]
 ) -> tuple[int, ...]:
   """Returns ids of the eos token and other stop tokens.
 
+  The others are in generation_config.json. Without this file, they are in config.json, for a
+  multimodal model possibly in its text_config.
+
   Args:
-    directory: directory of the files, for messages.
+    directory: directory of the files.
     tokenizer: tokenizer with all tokens.
     special: result of `add`.
-    generation: content of generation_config.json.
 
   Raises:
     TokenizerError: there is no stop token, or one is not in the vocabulary.
@@ -122,7 +121,13 @@ def stop_ids(
   ids = []
   if "eos_token" in special:
     ids.append(tokenizer.token_to_id(special["eos_token"]))
-  named = generation.get("eos_token_id")
+  file = directory / "generation_config.json"
+  if not file.exists():
+    file = directory / "config.json"
+  content = read_json(file)
+  named = content.get("eos_token_id")
+  if named is None:
+    named = (content.get("text_config") or {}).get("eos_token_id")
   ids += named if isinstance(named, list) else [] if named is None else [named]
   if not ids:
     raise TokenizerError(
@@ -132,10 +137,7 @@ def stop_ids(
   vocabulary = set(tokenizer.get_vocab(with_added_tokens=True).values())
   for stop in ids:
     if type(stop) is not int or stop not in vocabulary:
-      raise TokenizerError(
-        f"eos_token_id {stop!r} of {directory / 'generation_config.json'} is no token of"
-        " tokenizer.json"
-      )
+      raise TokenizerError(f"eos_token_id {stop!r} of {file} is no token of tokenizer.json")
   return tuple(dict.fromkeys(ids))
 
 

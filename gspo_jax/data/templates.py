@@ -2,6 +2,7 @@
 
 import functools
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -15,6 +16,7 @@ from gspo_jax.data.special_tokens import TokenizerError
 # Arguments of every template. A template may test `tools is none`, which would be False for a
 # missing argument.
 UNSET = dict[str, Any](tools=None, documents=None)
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # Fields of an assistant's thought.
 FOLDER = "additional_chat_templates"  # Folder of further templates, beside chat_template.jinja.
 
 
@@ -52,6 +54,22 @@ def arguments(source: str) -> list[str]:
   """Returns names of a template's optional arguments, such as `enable_thinking`."""
   tree = jinja2.Environment(extensions=_EXTENSIONS).parse(source)
   return sorted(jinja2.meta.find_undeclared_variables(tree) - {"messages", *_FUNCTIONS})
+
+
+def normalized(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+  """Returns messages as transformers passes them to templates.
+
+  Fields without a value are removed, since a template may test whether they exist. A thought is in
+  two fields, since templates read different ones.
+  """
+  result = []
+  for message in messages:
+    fields = {key: value for key, value in message.items() if value is not None}
+    thought = next((fields[key] for key in THOUGHTS if key in fields), None)
+    if thought is not None:
+      fields = dict(thinking=thought) | fields | dict(reasoning_content=thought)
+    result.append(fields)
+  return result
 
 
 class _Generation(jinja2.ext.Extension):

@@ -194,7 +194,7 @@ class HFTokenizer:
     """Renders messages by the chat template. Raises TokenizerError if the template fails."""
     try:
       return templates.compiled(self.chat_template).render(
-        messages=_with_system_prompt(self.system, messages),
+        messages=templates.normalized(_with_system_prompt(self.system, messages)),
         add_generation_prompt=add_generation_prompt,
         strftime_now=self.date.strftime,
         **templates.UNSET | self.special_tokens | self.arguments,
@@ -352,7 +352,6 @@ def _largest_id(tokenizer: tokenizers.Tokenizer) -> int:
 
 def _load(directory: epath.Path, name: str) -> HFTokenizer:
   config = special_tokens.read_json(directory / "tokenizer_config.json")
-  generation = special_tokens.read_json(directory / "generation_config.json")
   try:
     # Parsing a string works for directories in a bucket, too.
     tokenizer = tokenizers.Tokenizer.from_str((directory / "tokenizer.json").read_text())
@@ -363,7 +362,7 @@ def _load(directory: epath.Path, name: str) -> HFTokenizer:
   tokenizer.no_padding()
   special = special_tokens.add(tokenizer, directory, config)
   template = templates.read(directory, config)
-  stop_ids = special_tokens.stop_ids(directory, tokenizer, special, generation)
+  stop_ids = special_tokens.stop_ids(directory, tokenizer, special)
   stop_ids = tuple(dict.fromkeys([*_turn_end(tokenizer, template, special), *stop_ids]))
   pad_id = tokenizer.token_to_id(special["pad_token"]) if "pad_token" in special else None
   return HFTokenizer(

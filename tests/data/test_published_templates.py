@@ -12,6 +12,8 @@ import tokenizers
 
 from gspo_jax.data.tokenizer import HFTokenizer
 
+# Parquet has every field in every message.
+FIELDS = dict(tool_calls=None, name=None, reasoning_content=None, thinking=None)
 TURNS = [
   dict(role="user", content="2 + 2 < 5?"),
   dict(role="assistant", content="Yes: 4."),
@@ -36,21 +38,23 @@ def rendered(template: str, messages) -> str:
   return tokenizer.conversation(messages, add_generation_prompt=True)
 
 
+@pytest.mark.parametrize("fields", [{}, FIELDS], ids=["", "fields"])
 @pytest.mark.parametrize("system", [[], [dict(role="system", content="Be brief.")]])
 @pytest.mark.parametrize(
   "name",
   "gemma3 glm4moe gptoss llama3_1 llama3_2 qwen2_5 qwen3 qwen3_instruct_2507".split(),
 )
-def test_templates_of_trl_render_as_in_transformers(name, system):
+def test_templates_of_trl_render_as_in_transformers(name, system, fields):
   template = (folder("trl", "chat_templates") / f"{name}.jinja").read_text()
   transformers = pytest.importorskip("transformers")
   theirs = transformers.PreTrainedTokenizerFast(
     tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE()), **SPECIAL
   )
+  messages = [fields | message for message in system + TURNS]
   expected = theirs.apply_chat_template(
-    system + TURNS, chat_template=template, tokenize=False, add_generation_prompt=True
+    messages, chat_template=template, tokenize=False, add_generation_prompt=True
   )
-  assert rendered(template, system + TURNS) == expected and "3 + 3?" in expected
+  assert rendered(template, messages) == expected and "3 + 3?" in expected
 
 
 @pytest.mark.parametrize(

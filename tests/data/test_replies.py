@@ -36,6 +36,10 @@ PLAIN_TURN = "<|im_start|>assistant\n{{ m.content }}"
 FIELD = "<think>\n{{ m.reasoning_content | default('') }}\n</think>\n\n{{ m.content }}"
 OFF = "{% if enable_thinking is defined %}<think>\n\n</think>\n\n{% endif %}"
 NAMED = "{% if r or enable_thinking is defined %}<think>\n{{ r }}\n</think>\n\n{% endif %}{{ c }}"
+ANALYSIS = (
+  "{% if 'thinking' in m %}<|im_start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}"
+  "<|end|>{% endif %}"
+)
 AT_ONCE = "{% if r %}<think>{{ r }}{% endif %}</think>{{ c }}"
 # By name: an assistant's turn, and the end of a prompt.
 PARTS = {
@@ -54,6 +58,7 @@ PARTS = {
   "leaves thoughts open": ("<|im_start|>assistant\n<think>\n\n{{ m.content }}", "\n<think>\n\n"),
   "empty thoughts alone": ("<|im_start|>assistant\n<think></think>{{ m.content }}", "\n"),
   "channels": (PLAIN_TURN.replace("\n", "<|channel|>final<|message|>"), ""),
+  "channel of thoughts": (ANALYSIS + PLAIN_TURN.replace("\n", "<|channel|>final<|message|>"), ""),
 }
 TEMPLATES = {
   name: "{% for m in messages %}{% if m.role != 'assistant' %}<|im_start|>{{ m.role }}\n"
@@ -62,6 +67,7 @@ TEMPLATES = {
   for name, (turn, end) in PARTS.items()
 }
 AS_WRITTEN = "as transformers"
+FINAL = "<|im_start|>assistant<|channel|>final<|message|>It is 2."
 OPENED = "one and one\n</think>\n\nIt is 2."
 # By template: a plain demonstration, and one with its thought, after the prompt.
 EXPECTED = {
@@ -80,6 +86,7 @@ EXPECTED = {
   "leaves thoughts open": ("</think>\n\nIt is 2.", "\n" + OPENED),
   "empty thoughts alone": (AS_WRITTEN, THOUGHT),
   "channels": (AS_WRITTEN, "<|channel|>final<|message|>" + THOUGHT),
+  "channel of thoughts": (AS_WRITTEN, "<|channel|>analysis<|message|>one and one<|end|>" + FINAL),
 }
 
 
@@ -152,6 +159,18 @@ def test_recorded_texts_follow_as_demonstrations_do(name, tmp_path):
       assert cut == PLAIN  # A thought that was cut off stays open.
     else:
       assert (prompt + cut).count("<think>") == 1 and cut.endswith(OPENED)
+
+
+@pytest.mark.parametrize("thought", ["one and one", ""])
+def test_a_thought_goes_to_its_channel_as_in_transformers(thought, tmp_path):
+  tok, theirs = checkpoint(tmp_path, TEMPLATES["channel of thoughts"])
+  prompt, response = after(tok, f"<think>\n{thought}\n</think>\n\n{PLAIN}", tmp_path)
+  text = tok.tokenizer.decode(list(prompt.tokens), skip_special_tokens=False)
+  message = dict(role="assistant", content=PLAIN, reasoning_content=thought or None)
+  expected = theirs.apply_chat_template(
+    [dict(role="user", content="1+1?"), message], tokenize=False
+  )
+  assert text + response + STOP + "\n" == expected
 
 
 def test_arguments_of_a_template_hold_for_the_response(tmp_path):

@@ -231,6 +231,47 @@ def test_arguments_of_the_template(tmp_path):
 METASPACE = "▁"
 
 
+@pytest.mark.parametrize("place", ["config", "text_config"])
+def test_without_a_generation_config_the_model_names_stop_tokens(place, tmp_path):
+  tok = characters()
+  tok.add_special_tokens(["<|user|>", "<|observation|>"])
+  ids = [tok.token_to_id(text) for text in (STOP, "<|user|>", "<|observation|>")]
+  content = dict(model_type="glm4_moe", eos_token_id=ids)
+  if place == "text_config":
+    text = dict(model_type="gemma3_text", eos_token_id=ids)
+    content = dict(model_type="gemma3", eos_token_id=None, text_config=text)
+  files = dict(tokenizer_config=dict(eos_token=STOP), config=content)
+  ours = write(tmp_path, tok, generation_config=None, **files)
+  config = transformers.AutoConfig.from_pretrained(tmp_path)
+  theirs = transformers.GenerationConfig.from_model_config(config)
+  assert list(ours.stop_ids) == theirs.eos_token_id == ids
+  generation = dict(eos_token_id=ids[:1])
+  assert write(tmp_path, tok, generation_config=generation, **files).stop_ids == (ids[0],)
+  (tmp_path / "generation_config.json").unlink()
+  with pytest.raises(tokenizer.TokenizerError, match=r"eos_token_id 9999 of .*/config\.json"):
+    write(tmp_path, tok, generation_config=None, config=dict(eos_token_id=[9999]))
+
+
+FIELDS = (
+  "{% for m in messages %}{{ m.role }}{{ m.content }}{% if 'tool_calls' in m %}"
+  "{{ m.tool_calls | length }}{% endif %}{% if m.name is defined %}{{ m.name }}{% endif %}"
+  "{{ m.reasoning_content }}|{{ m.thinking }}{% endfor %}"
+)
+
+
+def test_fields_of_messages_are_those_that_transformers_renders(tmp_path):
+  """Parquet has every field in every message."""
+  names = "tool_calls", "name", "thinking", "reasoning_content", "reasoning"
+  messages = [dict.fromkeys(names) | dict(role="user", content="1+1?")]
+  for thoughts in (dict(thinking="a"), dict(reasoning_content="b"), dict(reasoning="c")):
+    for more in ({}, dict(thinking=""), dict(reasoning="d")):
+      messages.append(dict.fromkeys(names) | dict(role="assistant", content="2") | thoughts | more)
+  ours = write(tmp_path, characters(), tokenizer_config=dict(chat_template=FIELDS))
+  theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+  expected = theirs.apply_chat_template(messages, tokenize=False)
+  assert ours.conversation(messages) == expected and "None" not in expected
+
+
 @pytest.mark.parametrize("scheme", ["first", "always", "never"])
 def test_the_ids_of_a_plain_prompt_are_those_behind_bos(scheme, tmp_path):
   """Transformers 5 writes the tokenizer of any Llama so."""

@@ -300,6 +300,46 @@ def test_frequencies_are_those_of_transformers(keys, size):
   assert rotation.factor == pytest.approx(attention, rel=1e-12)
 
 
+def scaled(kind, **keys):
+  return dict(rope_scaling=dict(rope_type=kind, factor=4.0) | keys, rope_theta=1e4)
+
+
+BESIDE = dict(original_max_position_embeddings=16)  # A key beside the object of the rule.
+INSIDE = dict(original_max_position_embeddings=640)
+FREQUENCIES = dict(low_freq_factor=1.0, high_freq_factor=4.0)
+
+
+@pytest.mark.parametrize(
+  "model_type, keys",
+  [
+    ("gpt_oss", WIDE | LOCAL_EXPERTS | TYPES),
+    ("gpt_oss", WIDE | LOCAL_EXPERTS | TYPES | dict(rope_theta=1e3, rope_scaling=None)),
+    ("gpt_oss", WIDE | LOCAL_EXPERTS | TYPES | rope("default", 1e3)),
+    ("gpt_oss", WIDE | LOCAL_EXPERTS | TYPES | scaled("yarn", **BESIDE)),
+    ("llama", BESIDE | scaled("yarn")),
+    ("llama", BESIDE | scaled("yarn", **INSIDE)),
+    ("llama", BESIDE | scaled("llama3", **FREQUENCIES)),
+    ("llama", dict(original_max_position_embeddings=None) | scaled("yarn", **BESIDE)),
+    ("llama", scaled("yarn", finetuned=True, **BESIDE)),
+    ("olmo3", TYPES | BESIDE | scaled("yarn", **INSIDE)),
+  ],
+)
+def test_frequencies_of_a_file_are_those_of_transformers(model_type, keys):
+  """Also of a new file for the same model."""
+  raw = BASE | dict(model_type=model_type, rms_norm_eps=1e-6) | keys
+  config = hf_config._from_hf(raw)
+  rotation = positions.rotation_of(config, local=False)
+  for content in (raw, hf_config.to_hf(config, "float32")):
+    if content.get("original_max_position_embeddings", 0) is None:
+      continue  # transformers cannot compute with it.
+    theirs = transformers.AutoConfig.for_model(**copy.deepcopy(content))
+    module = transformers.AutoModel.from_config(theirs).rotary_emb
+    kind = "full_attention_" if model_type == "olmo3" else ""
+    frequency_h = getattr(module, f"{kind}inv_freq").numpy()
+    np.testing.assert_allclose(rotation.frequency_h, frequency_h, rtol=1e-6)
+    assert rotation.factor == pytest.approx(getattr(module, f"{kind}attention_scaling"), rel=1e-12)
+
+
 CONTEXT = "max_position_embeddings"
 SIZES = {  # Named size: model_type, and published keys beside the defaults of transformers' class.
   "gpt-oss-120b": ("gpt_oss", {}),

@@ -18,6 +18,10 @@ def activation(a: jax.Array, u: jax.Array) -> jax.Array:
   return (u + 1) * (a * jax.nn.sigmoid(ALPHA * a))
 
 
+# Rotary parameters of a config.json without any.
+YARN = dict(rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False) | dict(
+  original_max_position_embeddings=4096
+)
 ATTENTION, MLP = base.LAYER + "self_attn.", base.LAYER + "mlp."
 
 FAMILY = base.Family(
@@ -29,7 +33,7 @@ FAMILY = base.Family(
       implied={"norm_topk_prob": True, "scores.sinks": True, "rope.local": True},
       fixed=dict(swiglu_alpha=ALPHA, swiglu_limit=LIMIT),
       defaults=dict(num_key_value_heads=8, head_dim=64, attention_bias=True, sliding_window=128)
-      | dict(rope_theta=1.5e5, rms_norm_eps=1e-5),
+      | dict(rope_theta=1.5e5, rms_norm_eps=1e-5, rope_parameters=YARN),
       pattern=2,
       quantised="mxfp4",
     )

@@ -12,7 +12,7 @@ FAMILY = base.Family(
       base.FIELDS,
       implied=dict(attention_bias=True),
       fixed=dict(use_sliding_window=False),
-      defaults=dict(num_key_value_heads=32),
+      defaults=dict(num_key_value_heads=32, max_window_layers=28),
     ),
     qwen2_moe=base.Architecture(
       "Qwen2MoeForCausalLM",

@@ -11,7 +11,7 @@ FAMILY = base.Family(
       base.FIELDS,
       implied=dict(qk_norm=True),
       fixed=FIXED,
-      defaults=dict(num_key_value_heads=32, head_dim=128),
+      defaults=dict(num_key_value_heads=32, head_dim=128, max_window_layers=28),
     ),
     qwen3_moe=base.Architecture(
       "Qwen3MoeForCausalLM",

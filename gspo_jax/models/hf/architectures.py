@@ -35,7 +35,7 @@ WITHOUT_EFFECT = frozenset(
   model_type output_attentions output_hidden_states output_router_logits
   pad_token_id pretraining_tp problem_type return_dict rope_parameters rope_scaling
   router_aux_loss_coef chunk_size_feed_forward torch_dtype transformers_version use_cache
-  _sliding_window_pattern""".split()
+  _sliding_window_pattern original_max_position_embeddings""".split()
 )
 
 

@@ -90,6 +90,8 @@ def _from_hf(raw: dict[str, Any]) -> ModelConfig:
   quantisation = raw.get("quantization_config") or {}
   if quantisation and quantisation.get("quant_method") == architecture.quantised:
     raw = {key: value for key, value in raw.items() if key != "quantization_config"}
+  if raw.get("use_sliding_window") and not _has_window(raw, architecture):
+    raw = raw | dict(use_sliding_window=False)
   for key, value in _unsupported(raw, architecture).items():
     raise ValueError(f"{key}={raw[key]!r} is not supported, only {json.dumps(value)}")
   heads = raw.get("num_attention_heads", architecture.defaults.get("num_attention_heads"))
@@ -129,6 +131,18 @@ def _unsupported(raw: Mapping[str, Any], architecture: Architecture) -> dict[str
   fixed = (FIXED | dict(architecture.fixed)).items()
   declared = {*architecture.fields.values()}
   return {k: v for k, v in fixed if raw.get(k) not in (None, v) and k not in declared}
+
+
+def _has_window(raw: Mapping[str, Any], architecture: Architecture) -> bool:
+  """Whether `use_sliding_window` gives a layer a sliding window.
+
+  In Qwen2 and Qwen3, the first `max_window_layers` layers have full attention.
+  """
+  if "max_window_layers" not in architecture.defaults:
+    return True
+  full = raw.get("max_window_layers", architecture.defaults["max_window_layers"])
+  types = raw.get("layer_types") or _types(range(raw["num_hidden_layers"]), lambda x: x >= full)
+  return LOCAL in types and raw.get("sliding_window", 4096) is not None
 
 
 def _nearest(raw: Mapping[str, Any]) -> str:

@@ -131,7 +131,7 @@ def _plan(
   other_model = nested.Other(name, files)
   names = other_model.rename(architectures.names(config))
   twin, (embed, head) = None, (names[key][0] for key in ("embed", "head"))
-  if config.tie_word_embeddings and head in files.file_of:
+  if config.tie_word_embeddings and files.contains(head):
     if embed in files.file_of:
       twin = head  # Both tensors are read, and must be equal.
     else:

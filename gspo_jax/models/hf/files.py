@@ -102,6 +102,12 @@ class Files:
       return safetensors.safe_open(path, framework="numpy")
     return RangedFile(*hub.bucket_reader(path))
 
+  def contains(self, name: str) -> bool:
+    """Whether a file has a tensor. A false entry of the index is removed."""
+    if name in self.file_of and name not in self._open(self.file_of[name]).keys():  # noqa: SIM118
+      del self.file_of[name]
+    return name in self.file_of
+
   def fetch(self, needed: Mapping[str, int]) -> None:
     """Downloads files of a repository, to be read locally.
 

@@ -75,6 +75,8 @@ class Other:
       if any(tensor.startswith(prefix) for tensor in tensors):
         starts = {"model.": prefix, "lm_head.": f"{outer}lm_head."}
         return {key: (_rename_start(name, starts), axes) for key, (name, axes) in names.items()}
+    if not self.raw and "embed_tokens.weight" in tensors:  # Saved from the model without a head.
+      return {key: (name.removeprefix("model."), axes) for key, (name, axes) in names.items()}
     if not self.raw:
       return names
     raise CheckpointError(

@@ -19,9 +19,9 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"
 BETA = "llama_4_scaling_beta"
 # Fields of RopeConfig -> keys of config.json, where the names differ.
 _KEYS = dict(original_length="original_max_position_embeddings", query_beta=BETA)
-# Keys permitted for every rule. The two of mrope have no effect: positions of text have one
-# dimension.
-_SHARED = """rope_type type rope_theta partial_rotary_factor max_position_embeddings
+# Keys permitted for every rule. `finetuned` and the two of mrope have no effect: positions of text
+# have one dimension.
+_SHARED = """rope_type type rope_theta partial_rotary_factor max_position_embeddings finetuned
   mrope_section mrope_interleaved""".split()
 # vLLM multiplies YaRN's default factor by this key, where transformers has `attention_factor`.
 VLLM_FACTOR = "attn_factor"
@@ -45,7 +45,9 @@ def read(raw: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
   Raises ValueError for an unknown rule or key, for a missing key of a rule, and for two different
   values of a parameter.
   """
-  parameters, local = raw.get("rope_parameters") or {}, {}
+  parameters, scaling, local = raw.get("rope_parameters"), raw.get("rope_scaling") or {}, {}
+  if parameters is None:
+    parameters = {} if scaling else architecture.defaults.get("rope_parameters", {})
   nested = {key for key in (LOCAL, GLOBAL) if key in parameters}
   if architecture.ropes_by_kind:
     flat = {key: value for key, value in parameters.items() if key not in nested}
@@ -58,7 +60,6 @@ def read(raw: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
       f"rope_parameters.{min(nested)} is not supported: in {architecture.name} all layers share "
       "rope_parameters"
     )
-  scaling = raw.get("rope_scaling") or {}
   places = dict(rope_parameters=parameters, rope_scaling=scaling)
   rules = [_rule(place, rope, raw, architecture) for place, rope in places.items()]
   scaled = [rule for rule in rules if rule != RopeConfig()] or [RopeConfig()]
@@ -96,8 +97,11 @@ def _rule(
     if rope.get(keys[field]) is None:
       raise ValueError(f"{place}.{keys[field]} is missing, and rope_type={rule!r} needs it")
   values = {field: rope[key] for field, key in keys.items() if rope.get(key) is not None}
-  if "original_length" in keys:  # The default of transformers.
+  if "original_length" in keys:  # In transformers, a top-level key has priority.
     values.setdefault("original_length", raw.get("max_position_embeddings"))
+    length = raw.get(_KEYS["original_length"])
+    if length is not None and not architecture.ropes_by_kind:
+      values["original_length"] = length
   kinds = {field.name: type(field.default) for field in dataclasses.fields(RopeConfig)}
   values = {
     field: jsons.typed(f"{place}.{keys[field]}", value, kinds[field])
@@ -142,9 +146,11 @@ def write(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
   if rope.rule == "yarn" and rope.attention_factor:
     values[VLLM_FACTOR] = rope.attention_factor / _yarn_factor(rope.factor)
   scaling = dict(rope_type=rope.rule) | values if rope.rule != "default" else None
-  content = dict(rope_scaling=scaling)
+  content, plain = dict(rope_scaling=scaling), dict(rope_type="default")
+  # Without `rope_parameters`, transformers 5 would take its default theta or its default rule.
+  if not scaling and "rope_parameters" in architecture.defaults:
+    content["rope_parameters"] = plain | dict(rope_theta=config.rope_theta)
   if architecture.ropes_by_kind and "local_rope_theta" not in architecture.fields:
-    plain = dict(rope_type="default")  # Else transformers 5 takes its default theta.
     content["rope_parameters"] = {
       LOCAL: plain | dict(rope_theta=config.local_rope_theta),
       GLOBAL: (scaling or plain) | dict(rope_theta=config.rope_theta),

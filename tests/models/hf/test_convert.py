@@ -319,6 +319,28 @@ def test_a_tied_head_may_be_in_the_files_if_it_is_the_embedding(tmp_path):
   assert hf.load(tmp_path)[0].head is not None
 
 
+def test_a_tied_head_in_the_index_alone_is_ignored(tmp_path):
+  params = saved(tmp_path, TIED, shard_size_bytes=20_000)
+  index = json.loads((tmp_path / INDEX).read_text())
+  index["weight_map"]["lm_head.weight"] = index["weight_map"]["model.embed_tokens.weight"]
+  (tmp_path / INDEX).write_text(json.dumps(index))
+  assert_same(hf.load(tmp_path)[0], params)
+
+
+@pytest.mark.parametrize("config", [TIED, DENSE])
+def test_a_model_saved_without_its_head(config, tmp_path):
+  """transformers begins no name with "model." then."""
+  params = saved(tmp_path, config)
+  tensors = load_file(tmp_path / SINGLE)
+  tensors.pop("lm_head.weight", None)
+  save_file({x.removeprefix("model."): t for x, t in tensors.items()}, tmp_path / SINGLE)
+  if config == TIED:
+    assert_same(hf.load(tmp_path)[0], params)
+  else:
+    with pytest.raises(hf.CheckpointError, match=r"1 tensors are missing: lm_head\.weight$"):
+      hf.load(tmp_path)
+
+
 def test_broken_directories(tmp_path):
   with pytest.raises(FileNotFoundError, match=r"config\.json"):
     hf.load(tmp_path / "nowhere")

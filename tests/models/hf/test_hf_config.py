@@ -115,7 +115,8 @@ def test_a_factor_of_yarn_is_read_and_written_as_vllm_does(tmp_path):
     (DENSE, dict(vocab_size=True), "vocab_size=True is not of type int"),
     (DENSE, dict(num_key_value_heads=3), "num_kv_heads=3"),
     (DENSE, dict(hidden_act="gelu"), "hidden_act='gelu' is not supported, only \"silu\""),
-    (DENSE, dict(use_sliding_window=True), "use_sliding_window=True"),
+    (DENSE, dict(use_sliding_window=True, max_window_layers=1), "use_sliding_window=True"),
+    (MOE, dict(use_sliding_window=True, max_window_layers=9), "use_sliding_window=True"),
     (DENSE, dict(layer_types=["sliding_attention"] * 2), "layer_types"),
     (DENSE, dict(attention_bias=True), "attention_bias=True"),
     (LLAMA, dict(mlp_bias=True), "mlp_bias=True"),
@@ -176,6 +177,27 @@ def test_keys_that_published_files_leave_out(tmp_path):
   qwen2 = dataclasses.replace(QWEN2, num_heads=8, head_dim=16)
   write(tmp_path, qwen2, head_dim=..., sliding_window=131_072, max_window_layers=28)
   assert hf.load_config(tmp_path) == qwen2
+
+
+@pytest.mark.parametrize("full", [0, 1, 2, 3, ...])
+@pytest.mark.parametrize("config", [DENSE, QWEN2])
+def test_a_window_without_layers_is_none(config, full, tmp_path):
+  """In transformers, layers from max_window_layers on have it."""
+  two, window = dict(num_hidden_layers=2, max_window_layers=full), dict(use_sliding_window=True)
+  for keys in (
+    {},
+    dict(sliding_window=8),
+    dict(sliding_window=None),
+    dict(layer_types=[GLOBAL] * 2),
+  ):
+    write(tmp_path, config, **two | window | keys)
+    content = json.loads((tmp_path / "config.json").read_text())
+    theirs = transformers.CONFIG_MAPPING[content["model_type"]].from_dict(content)
+    if LOCAL in theirs.layer_types:
+      with pytest.raises(hf.CheckpointError, match="use_sliding_window=True is not supported"):
+        hf.load_config(tmp_path)
+    else:
+      assert hf.load_config(tmp_path) == dataclasses.replace(config, num_layers=2)
 
 
 def test_keys_of_gemma_that_published_files_leave_out(tmp_path):
@@ -256,6 +278,8 @@ def test_every_key_of_transformers_is_known(name):
     else:
       assert key in keys or key in hf_architectures.WITHOUT_EFFECT or key in READ, key
     if key in architecture.defaults:
+      if key == "rope_parameters":
+        assert value.pop("rope_theta") == architecture.defaults["rope_theta"]
       assert (value or 0) == (architecture.defaults[key] or 0), key
 
 
