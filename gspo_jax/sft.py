@@ -19,7 +19,7 @@ from gspo_jax.learner.state import new_state, state_of_phase
 from gspo_jax.learner.step import make_sft_loss, make_sft_step
 from gspo_jax.learner.summary import summarize
 from gspo_jax.run import Run
-from gspo_jax.runs.checkpoint import Checkpointer
+from gspo_jax.runs.checkpoint import Checkpointer, DamagedError
 from gspo_jax.runs.phase import Phase
 from gspo_jax.structs import ModelInputs, Prompt, TrainBatch, TrainState
 
@@ -41,20 +41,20 @@ def sft(run: Run) -> Any:
   update, schedule = make_sft_step(learner_of(c, "sft"), tx), tx.hyperparameters
   prompts = run.inputs.data.demonstrations
   batches = sources.Batches(prompts, c.sft.batch, seed=c.seed_of("sft", "data"))
-  held_out_ids, held_out_loss = held_out(run, prompts)
   # A metrics row is checked at the next report. Until then its mini-batches are kept.
   phase = run.phase("sft", c.sft.steps, updates=1, keep=2 * c.sft.log_every)
   done, state, host = phase.resume(
     like=lambda: state_of_phase(c, "sft", run.mesh),
     start=lambda: new_state(run.initial_params(), tx),
   )
-  loss = None  # Newest held-out loss.
-  if host is not None:
-    batches.set_state(host["position"]["data"])
-    loss = host["position"]["held_out_loss"]
+  saved = host["position"] if host is not None else {}
+  if saved:
+    batches.set_state(saved["data"])
+  loss = saved.get("held_out_loss")  # The newest one.
+  held_out_ids, held_out_loss = held_out(run, prompts, saved.get("held_out", ()))
 
   def position() -> dict[str, Any]:
-    return dict(data=batches.get_state(), held_out_loss=loss)
+    return dict(data=batches.get_state(), held_out_loss=loss, held_out=sorted(held_out_ids))
 
   with phase:
     phase.set_resume_point(done, state, position)
@@ -108,11 +108,15 @@ def _wait(phase: Phase, state: TrainState) -> None:
     jax.block_until_ready(state)
 
 
-def held_out(run: Run, source: Sequence[Prompt]) -> tuple[frozenset[str], Callable[[Any], float]]:
+def held_out(
+  run: Run, source: Sequence[Prompt], saved: Sequence[str] = ()
+) -> tuple[frozenset[str], Callable[[Any], float]]:
   """Returns ids of held-out demonstrations, and a function for their loss.
 
   The function maps parameters to the mean of -log π(token) over tokens, in nats. The ids do not
   depend on the run's seed. If `sft.target_loss` is 0, there are no ids, and the function fails.
+
+  saved: ids of a checkpoint. Those in changed data stay held out, and no others.
   """
   c = run.config
   count, rows = min(HELD_OUT, len(source) // 2), c.sft.batch // c.sft.microbatches
@@ -121,6 +125,9 @@ def held_out(run: Run, source: Sequence[Prompt]) -> tuple[frozenset[str], Callab
     if isinstance(source, sources.Mixture):  # Weights could hold out a whole small source.
       source = sources.Mixture(source.sources)
     prompts = next(sources.Batches(source, count, seed=0))
+    if saved and {prompt.id for prompt in prompts} != {*saved}:
+      candidates = map(source.__getitem__, range(len(source)))
+      prompts = [prompt for prompt in candidates if prompt.id in saved] or prompts
   for start in range(0, len(prompts), rows):  # Batches have the size of a micro-batch.
     chosen = prompts[start : start + rows]
     filled = chosen + prompts[:1] * (rows - len(chosen))
@@ -175,7 +182,11 @@ def _end(run: Run, checkpoints: Checkpointer) -> int | None:
   step = checkpoints.latest()
   if step is None or step >= run.config.sft.steps:
     return step
-  return step if _reached_target(run, checkpoints.host(step)["position"]["held_out_loss"]) else None
+  try:
+    loss = checkpoints.host(step)["position"]["held_out_loss"]
+  except DamagedError:  # Training resumes from the checkpoint before it.
+    return None
+  return step if _reached_target(run, loss) else None
 
 
 def _has_checkpoints(run: Run, phase: str) -> bool:

@@ -29,6 +29,7 @@ from gspo_jax.learner.state import new_state, params_of, state_of_phase, with_cr
 from gspo_jax.learner.step import make_rl_step
 from gspo_jax.learner.summary import summarize
 from gspo_jax.models import flops
+from gspo_jax.models.lora import merged
 from gspo_jax.models.params import as_read, with_adapters
 from gspo_jax.rollouts.collector import Collected
 from gspo_jax.rollouts.pipeline import Pipeline
@@ -138,15 +139,22 @@ def start_state(run: Run, start_params: Callable[[], Any]) -> TrainState:
   state = new_state(start_policy(run, start_params), tx, c.objective.adaptive_clip)
   if critic is None:
     return state
-  fresh = new_critic(c.critic, c.model, run.mesh, c.seed_of("critic"), policy=start_params)
+
+  def policy() -> Any:
+    return merged(start_policy(run, start_params, "float32"))
+
+  fresh = new_critic(c.critic, c.model, run.mesh, c.seed_of("critic"), policy)
   return with_critic(state, fresh, critic.tx)
 
 
-def start_policy(run: Run, start_params: Callable[[], Any]) -> Any:
-  """Returns the policy's initial parameters, with adapters if configured."""
+def start_policy(run: Run, start_params: Callable[[], Any], dtype: str = "") -> Any:
+  """Returns the policy's initial parameters, with adapters if configured.
+
+  dtype: dtype of weights with adapters; "" for `compute.dtype`.
+  """
   c = run.config
   return with_adapters(
-    start_params(), c.model, c.lora, c.compute.dtype, run.mesh, c.seed_of("lora")
+    start_params(), c.model, c.lora, dtype or c.compute.dtype, run.mesh, c.seed_of("lora")
   )
 
 

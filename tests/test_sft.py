@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import re
+import shutil
 
 import jax
 import numpy as np
@@ -108,6 +109,19 @@ def test_interrupted_anywhere_it_ends_as_if_it_had_not_been(learned, tmp_path, m
     assert figures(tmp_path / str(step)) == figures(workdir)
 
 
+def test_with_a_damaged_checkpoint_it_has_not_ended(learned, tmp_path):
+  """Training resumes from the checkpoint before it."""
+  workdir, target, _ = learned
+  shutil.copytree(workdir, tmp_path / "copy")
+  newest = max((tmp_path / "copy/checkpoints/sft").iterdir(), key=lambda path: int(path.name))
+  host = newest / "host/metadata"
+  for changed in False, True:
+    if changed:
+      host.write_text(host.read_text().replace("step", "stop"))
+    with opened(tmp_path / "copy", sft__target_loss=target) as run:
+      assert sft.finished(run) != changed
+
+
 def test_without_a_target_it_makes_all_its_updates(tmp_path, monkeypatch, capfd):
   """And has ended where it is now asked to make fewer; none of them leaves a batch on the devices.
   Batches for a failure report are on the host, in any number."""
@@ -163,6 +177,21 @@ def test_what_is_held_out_is_not_trained_on(tmp_path, monkeypatch, capfd):
   assert len(line) == 1
   assert "after 9 updates the held-out loss is" in line[0] and "sft.target_loss=0.01" in line[0]
   assert max(losses(tmp_path / "run")) == 9  # looked at last, whatever check_every says
+
+
+def test_after_a_change_of_data_what_is_held_out_stays_so(tmp_path, monkeypatch):
+  """Other demonstrations may have been trained on."""
+  monkeypatch.setattr(sft, "HELD_OUT", 10)
+  rows = [f'{{"id": "{n}", "question": "{n}+1=", "answer": "{n + 1}"}}' for n in range(30)]
+  data = tmp_path / "data.jsonl"
+  settings = dict(sft__target_loss=0.01, data__train=str(data))
+  ids = []
+  for first in 0, 1:
+    data.write_text("\n".join(rows[first:]))
+    with opened(tmp_path / f"run{first}", **settings) as run:
+      ids.append(sft.held_out(run, run.inputs.data.demonstrations, [*ids[0]] if ids else ())[0])
+      assert sft.held_out(run, run.inputs.data.demonstrations, ["gone"])[0]
+  assert len(ids[0]) == 10 and ids[1] == ids[0] - {"data.jsonl:1", "0"}
 
 
 def test_a_small_source_with_a_large_weight_is_trained_on(tmp_path, monkeypatch):

@@ -258,8 +258,8 @@ class Batches(Iterator[list[structs.Prompt]]):
       logging.warning("the training data has changed since the checkpoint: a new epoch starts")
     elif changed:
       logging.warning(
-        "tokens of prompts or demonstrations have changed since the checkpoint (the tokenizer's "
-        "files, its chat template, or a row): a new epoch starts"
+        "tokens, demonstrations or fields of prompts have changed since the checkpoint (the "
+        "tokenizer's files, its chat template, or a row): a new epoch starts"
       )
     else:
       self._prompts.set_state(state["position"])
@@ -285,7 +285,7 @@ def _contents(source: Source) -> str:
 
 
 def rendered(source: Source) -> str:
-  """Returns a checksum of tokens and demonstrations, for embedded tasks over `probe` alone."""
+  """Returns a checksum of tokens, demonstrations and fields, for embedded tasks over `probe`."""
   if isinstance(source, Mixture):
     return " ".join(map(rendered, source.sources))
   indices = probe(len(source)) if isinstance(source, Embedded) else range(len(source))
@@ -293,7 +293,8 @@ def rendered(source: Source) -> str:
   for row in map(source.__getitem__, indices):
     prompt = getattr(row, "prompt", row)  # In job=offline, a row is a group with its prompt.
     checksum = zlib.crc32(array.array("q", prompt.tokens).tobytes(), checksum)
-    checksum = zlib.crc32(repr(prompt.demonstration).encode(), checksum)
+    for content in (prompt.demonstration, *prompt.info):
+      checksum = zlib.crc32(repr(content).encode(), checksum)
   return f"{checksum:08x}"
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from gspo_jax import objectives as O
 from gspo_jax import sharding
 from gspo_jax.learner.critic import Critic
+from gspo_jax.objectives.advantages import ROUNDING
 from gspo_jax.objectives.reductions import Mean, merge
 from gspo_jax.settings.critic import CriticConfig, DistillationConfig
 from gspo_jax.settings.losses import find_estimator
@@ -97,8 +98,10 @@ def critic_advantages(config: CriticConfig, hyperparameters: Mapping[str, float]
     explained = map(O.explained_variance.sums, *centred, masks)
     row["value/explained_variance"] = functools.reduce(merge, explained).compute()
     if config.normalize:
-      mean, std = row["advantage/mean"], row["advantage/std"]
-      scaled = [(b.advantage_BT - mean) / (std + EPSILON) * b.mask_BT for b in batches]
+      mean, std, *ends = (row[f"advantage/{name}"] for name in ("mean", "std", "min", "max"))
+      alike = ends[1] - ends[0] <= ROUNDING * jnp.maximum(*map(abs, ends))
+      scale = jnp.where(alike, 0, 1 / (std + EPSILON))  # Rounding is not scaled up.
+      scaled = [(b.advantage_BT - mean) * scale * b.mask_BT for b in batches]
       batches = [b.replace(advantage_BT=x_BT) for b, x_BT in zip(batches, scaled)]
     return list(batches), row
 

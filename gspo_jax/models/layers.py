@@ -57,7 +57,9 @@ def _normalised(x: jax.Array, eps: float) -> jax.Array:
 
 def _last_axis(scale: jax.Array, x: jax.Array) -> jax.Array:
   """Reshapes a vector to the rank of x: [X] -> [1, ..., 1, X]."""
-  return scale.reshape((1,) * (x.ndim - 1) + (-1,))
+  before = x.ndim - 1
+  split = P(*[None] * before, *sharding.spec_of(scale))
+  return sharding.reshape(scale, (1,) * before + scale.shape, split)
 
 
 def with_each_token(combine: Callable, x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -51,10 +51,12 @@ class ScoredGroups:
     """Mask of the responses compared by the estimator, bool.
 
     Responses without a verdict are excluded. If `rl.mask_truncated` is set, and the estimator
-    compares responses of different groups, truncated responses are excluded too.
+    compares responses of different groups or selects responses, truncated ones are excluded too.
     """
     c, known_PG = self.config, self.known_PG
-    if c.rl.mask_truncated and c.estimator_of_rewards.across_groups:
+    estimator = c.estimator_of_rewards
+    selects = "right_from" in estimator.options
+    if c.rl.mask_truncated and (estimator.across_groups or selects):
       return known_PG & self.rollout.stopped.reshape(known_PG.shape)
     return known_PG
 

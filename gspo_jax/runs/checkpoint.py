@@ -45,9 +45,7 @@ class DamagedError(ValueError):
 
 class _Manager(ocp.CheckpointManager):
   def reached_preemption(self, step: int) -> bool:
-    # The run checks for preemption between steps (preemption.py). Hosts agree on a step by counting
-    # these checks, and checks by Orbax would disturb the count.
-    return False
+    return False  # The run counts its checks on all hosts; Orbax's would disturb the count.
 
 
 class Checkpointer:
@@ -144,9 +142,9 @@ class Checkpointer:
   def save(
     self, step: int, state: Any, host: dict[str, Any], metrics: dict[str, float] | None = None
   ) -> None:
-    """Starts a save in the background. Replaces an existing checkpoint of this step.
+    """Starts a save in the background. The arrays are copied before this method returns.
 
-    The arrays are copied before this method returns.
+    An existing checkpoint of this step stays, unless it lacks a metric for `checkpoint.best`.
 
     Args:
       step: number of finished steps.
@@ -160,10 +158,12 @@ class Checkpointer:
     self._wait()
     if self._best:  # All hosts must choose the same checkpoints to keep.
       metrics = {self._best: self._sign * float(hosts.broadcast(self._score(metrics or {})))}
+    self._saving = step, time.perf_counter()
     with self._write_errors(self.directory / str(step)):
       if step in self._manager.all_steps():
+        if not self._best:  # A kill during a new save would leave none.
+          return
         self._manager.delete(step)
-      self._saving = step, time.perf_counter()
       content = dict(phase=self.directory.name, step=step, host=host, sums=integrity.sums(state))
       sealed = dict(sealed=seal(content))
       self._manager.save(

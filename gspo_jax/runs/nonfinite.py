@@ -82,9 +82,13 @@ class Guard:
     )
 
   def start(
-    self, state: TrainState, reported: bool = True, step: int = 0, checked_skips: int = 0
+    self,
+    state: TrainState,
+    reported: bool = True,
+    step: int = 0,
+    rows: Sequence[Mapping[str, Any]] = (),
   ) -> TrainState:
-    """Accepts a new or restored state; returns the state to train on.
+    """Accepts a new or restored state; returns the state to train on. Collective.
 
     If `on_nonfinite` is "stop", the state's count of skipped updates is reset, because the update
     function would skip every update if the count were positive.
@@ -93,14 +97,19 @@ class Guard:
       state: new or restored training state.
       reported: whether the metrics row of `step` was written, and so checked, before the restart.
       step: last finished step.
-      checked_skips: number of skipped updates in the last metrics row before the restart.
+      rows: the phase's metrics rows before the restart. Only the first host needs them.
     """
+    checked = 0  # Skipped updates in checked rows.
+    for row in rows:
+      earlier, checked = checked, int(row.get("updates_skipped", checked))
+      self._count_in_a_row(row, checked - earlier)
+    checked, self._in_a_row = hosts.broadcast((checked, self._in_a_row))
     self._checked = step if reported else step - 1
     self._skipped = int(jax.device_get(state.skipped))
     if self._skipped and self._on_nonfinite == "stop":
       state, self._skipped = state.replace(skipped=state.skipped * 0), 0
     if not reported:  # The row of `step` has not been checked, and may contain new skips.
-      self._skipped = checked_skips
+      self._skipped = checked
     return state
 
   def keep_batches(self, step: int, batches: Sequence[TrainBatch]) -> None:

@@ -1,11 +1,14 @@
 """Checks of a configuration's paths: are they set, existing or writable, outside the workdir?"""
 
+import dataclasses
 from pathlib import Path
 
 from gspo_jax.data import files as data_files
 from gspo_jax.data import sources
 from gspo_jax.data.embedded import TASKS
+from gspo_jax.runs import checkpoint, provenance
 from gspo_jax.settings.run import RunConfig
+from gspo_jax.settings.training import CheckpointConfig
 from gspo_jax.system import files, hub
 
 
@@ -29,6 +32,8 @@ def check_paths(config: RunConfig, workdir: Path | None = None) -> None:
     _check_apart(config, workdir)
   if config.checkpoint.directory:
     _check_checkpoints(config.checkpoint.directory, workdir)
+  if workdir is not None:
+    _check_moved(config.checkpoint, workdir)
   if config.engine.name == "server" and (directory := config.engine.server.directory):
     named = f"--config.engine.server.directory={directory}"
     if not Path(directory).is_absolute():
@@ -101,6 +106,21 @@ def _check_apart(config: RunConfig, workdir: Path) -> None:
     if not elsewhere and Path(path).resolve().is_relative_to(workdir.resolve()):
       raise ValueError(
         f"--config.{key}={path} lies in the workdir, which this run writes: use another --workdir"
+      )
+
+
+def _check_moved(config: CheckpointConfig, workdir: Path) -> None:
+  """Raises ValueError if the run's checkpoints are in an earlier `checkpoint.directory` alone."""
+  recorded = provenance.read(workdir).get("checkpoint", {}).get("directory", config.directory)
+  if recorded == config.directory:
+    return
+  earlier = dataclasses.replace(config, directory=recorded)
+  for phase in ("sft", "rl"):
+    old, new = (c.phase_directory(workdir, phase) for c in (earlier, config))
+    if checkpoint.finished(old) and not checkpoint.finished(new):
+      raise ValueError(
+        f"--config.checkpoint.directory={config.directory} has no checkpoints of this run: copy "
+        f"{old} to {new}, or leave the key at {recorded!r}"
       )
 
 

@@ -96,9 +96,7 @@ class Phase:
     rows = self._writer.rows("sft", "rl")
     self._goodput.resume(rows[-1] if rows else {})
     rows = [row for row in rows if row["phase"] == self._name]
-    # Only the first host has rows, but all hosts need the last row's count of skipped updates.
-    skips = hosts.broadcast(int(rows[-1].get("updates_skipped", 0)) if rows else 0)
-    state = self._guard.start(state, reported=reported == step, step=step, checked_skips=skips)
+    state = self._guard.start(state, reported == step, step, rows)
     if self._alarm_config:
       self._alarms = Alarms(self._alarm_config, rows)
     self._done = step

@@ -240,6 +240,7 @@ CHANGES = {
     directory, TEMPLATE.replace("{{ eos", "!{{ eos")
   ),
   "a demonstration": lambda directory, rows: rows[4].update(solution="otherwise"),
+  "a further field": lambda directory, rows: rows[4].update(tolerance="1000"),
   "a system message": lambda directory, rows: rows[4]["question"][0].update(content="Be long."),
   "vocabulary": lambda directory, rows: (directory / "tokenizer.json").write_text(
     (directory / "tokenizer.json").read_text().replace('"0"', '"?"').replace('"1"', '"0"')
@@ -265,7 +266,9 @@ def test_prompts_that_render_otherwise_are_other_data(name, tmp_path, caplog):
   write(tmp_path / "a.jsonl", rows)
   after = batches_of(tmp_path, path)
   after.set_state(state)
-  assert ("tokens of prompts or demonstrations have changed" in caplog.text) == (name != "nothing")
+  assert ("tokens, demonstrations or fields of prompts have changed" in caplog.text) == (
+    name != "nothing"
+  )
   assert after.get_state()["restarts"] == (name != "nothing")
   caplog.clear()
   old = {key: value for key, value in state.items() if key != "rendered"}

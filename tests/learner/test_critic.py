@@ -207,6 +207,18 @@ def test_values_equal_to_the_returns_of_turns_explain_all():
   assert row["value/explained_variance"] == pytest.approx(1, abs=1e-5)
 
 
+def test_equal_advantages_are_0_after_normalization():
+  """Their deviations from the mean are rounding, which Adam would scale up."""
+  config = dataclasses.replace(HEAD, discount=1.0, trace=1.0, normalize=True)
+  minibatch = batch()
+  reward_BT = at_the_end(np.full(B, 0.1, np.float32), minibatch.mask_BT)
+  fields = dict(reward_BT=reward_BT, old_value_BT=np.zeros_like(reward_BT))
+  (result,), _ = critic_advantages(config, config.hyperparameters(1))(
+    [minibatch.with_fields(**fields)]
+  )
+  assert not np.asarray(result.advantage_BT).any()
+
+
 @pytest.mark.parametrize("normalize", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_advantages_equal_the_recursion(normalize):
   """Compares two ragged mini-batches with kl_coef, in float64."""

@@ -27,7 +27,7 @@ from support.small_models import logits as jitted_logits  # noqa: E402
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
 
 from gspo_jax import sharding  # noqa: E402
-from gspo_jax.learner import layout  # noqa: E402
+from gspo_jax.learner import layout, replicas  # noqa: E402
 from gspo_jax.models import hf, lora, transformer  # noqa: E402
 from gspo_jax.models.attention import positions  # noqa: E402
 from gspo_jax.models.hf import config as hf_config  # noqa: E402
@@ -460,6 +460,27 @@ def test_eight_devices_compute_what_one_does(case):
   largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(gradient))
   atol = rounding(config) * largest
   chex.assert_trees_all_close(jax.device_get(sharded), gradient, atol=atol, rtol=0)
+
+
+@pytest.mark.families
+def test_replicas_compute_what_one_device_does(case):
+  """Each has the gradient of its rows, and the gradients are summed once."""
+  config, tokens = case.config, np.tile(case.tokens, (2, 1))
+
+  @jax.jit
+  def step(params, tokens):
+    value, gradient = jax.value_and_grad(loss)(replicas.apart(params), config, tokens)
+    return value, replicas.summed(gradient)
+
+  expected, gradient = step(case.params, jnp.asarray(tokens))
+  mesh = sharding.make_mesh(MeshConfig(2, 1, 1, 1), jax.devices()[:2])
+  with jax.set_mesh(mesh):
+    layout = transformer.shardings(config, sharding.TRAIN, mesh)
+    value, split = step(jax.device_put(case.params, layout), sharding.put_batch(tokens, mesh))
+  np.testing.assert_allclose(value, expected, rtol=1e-5)
+  largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(gradient))
+  atol = rounding(config) * largest
+  chex.assert_trees_all_close(jax.device_get(split), gradient, atol=atol, rtol=0)
 
 
 @pytest.mark.families

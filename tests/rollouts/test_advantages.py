@@ -14,8 +14,8 @@ from gspo_jax.rollouts.multipliers import Constraints
 REWARDS = np.array([[1, 0, 0, 1], [0, 0, 5, 0]], np.float32)
 
 
-def group_advantages(stopped, **changes):
-  config = config_of(tiny.get_config, objective__advantage="batch", **changes)
+def group_advantages(stopped, advantage="batch", **changes):
+  config = config_of(tiny.get_config, objective__advantage=advantage, **changes)
   groups = [SimpleNamespace(reward_G=row, known_G=np.ones(4, bool)) for row in REWARDS]
   rollout = SimpleNamespace(stopped=np.array(stopped))
   return advantages.group_advantages(ScoredGroups(config, groups, rollout)).response_PG
@@ -29,6 +29,13 @@ def test_what_is_masked_out_is_in_neither_mean_nor_deviation_of_the_batch():
   np.testing.assert_allclose(remainder[0], np.array([0.5, -0.5, -0.5, 0.5]) / deviation, rtol=1e-5)
   assert not remainder[1].any(), "without it the group has no spread"
   assert group_advantages(stopped)[1].all()
+
+
+def test_a_selected_response_is_not_masked_out():
+  stopped = [False, *[True] * 7]  # The first right response of the first group.
+  changes = dict(objective__name="rft", advantage="best", rl__mask_truncated=True)
+  weight_PG = group_advantages(stopped, **changes)
+  assert weight_PG[0].tolist() == [0, 0, 0, 1] and weight_PG[1].sum() == 1
 
 
 def test_of_several_rewards_what_is_masked_out_is_in_no_mean_and_no_deviation():

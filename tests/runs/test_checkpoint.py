@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import math
 import shutil
 from pathlib import Path
@@ -13,13 +14,15 @@ import jax.numpy as jnp
 import optax
 import pytest
 from support.cases import long
+from support.configs import config_of
 from support.small_models import SHALLOW_MOE
 
+from configs import tiny
 from gspo_jax import main, sharding
 from gspo_jax.learner.state import new_state
 from gspo_jax.models import transformer
 from gspo_jax.models.params import abstract
-from gspo_jax.runs import checkpoint, mirror
+from gspo_jax.runs import checkpoint, mirror, paths
 from gspo_jax.runs.mirror import Mirror
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.training import CheckpointConfig
@@ -190,13 +193,16 @@ def test_the_last_regular_and_best_checkpoints_are_kept(mesh, tmp_path, best_is,
   assert steps_on_disk(tmp_path) == [3, 4, 8, 9, 10]
 
 
-def test_saving_a_step_again_replaces_it(mesh, tmp_path):
+@pytest.mark.parametrize("best", ["", "eval/accuracy"])
+def test_saving_a_step_again_replaces_it_for_the_metric_of_the_best_alone(best, mesh, tmp_path):
+  """A kill between the removal and the end of the new save would leave neither."""
   first, second = state_on(mesh), state_on(mesh, seed=1)
-  save(tmp_path, first, (4,), {"n": 1})
-  save(tmp_path, second, (4,), {"n": 2})
-  step, restored, host = restore(tmp_path, first, mesh)
-  assert (step, host) == (4, {"n": 2})
-  chex.assert_trees_all_equal(restored, second)
+  config = dataclasses.replace(CONFIG, best=best)
+  save(tmp_path, first, (4,), {"n": 1}, config)
+  save(tmp_path, second, (4,), {"n": 2}, config)
+  step, restored, host = restore(tmp_path, first, mesh, config)
+  assert (step, host) == (4, {"n": 2 if best else 1})
+  chex.assert_trees_all_equal(restored, second if best else first)
 
 
 def test_an_empty_workdir_is_filled_from_the_checkpoint_directory(mesh, tmp_path):
@@ -221,6 +227,23 @@ def test_an_empty_workdir_is_filled_from_the_checkpoint_directory(mesh, tmp_path
   assert texts == {"config.json": "{}", "metrics.jsonl": "1\n2\n", "rollouts/a.jsonl": "a"}
   assert not Mirror(workdir, config.directory).fill()  # it holds a run now
   assert restore(workdir, state, mesh, config)[0] == 2
+
+
+def test_checkpoints_in_another_directory_than_before_are_refused(mesh, tmp_path):
+  """Otherwise the run would begin again, even if it is to resume by force."""
+  before, after = (dataclasses.replace(CONFIG, directory=str(tmp_path / name)) for name in "ab")
+  (tmp_path / "run").mkdir()
+  save(tmp_path / "run", {"x": jnp.arange(4.0, out_sharding=jax.P())}, config=before)
+  record = dict(checkpoint=dict(directory=before.directory))
+  (tmp_path / "run/config.json").write_text(json.dumps(record))
+  changes = dict(resume="force", checkpoint=after)
+  config = dataclasses.replace(config_of(tiny.get_config), **changes)
+  with pytest.raises(
+    ValueError, match=rf"/b has no checkpoints .* copy {tmp_path}/a/rl to .*/b/rl"
+  ):
+    paths.check_paths(config, tmp_path / "run")
+  shutil.copytree(tmp_path / "a", tmp_path / "b")
+  paths.check_paths(config, tmp_path / "run")
 
 
 @pytest.mark.parametrize("job", ["eval", "rl"])

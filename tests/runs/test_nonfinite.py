@@ -240,9 +240,30 @@ def test_skips_of_earlier_rows_do_not_count_again_after_a_resume(tmp_path, capsy
   """Eight scattered skips, all in earlier rows, are no eight updates in a row."""
   state, _ = after(update("skip"), [batch(0)])
   guard = guard_of(tmp_path, "skip", updates=1, keep=1)
-  guard.start(state.replace(skipped=state.skipped + 8), reported=False, step=9, checked_skips=8)
+  rows = [row(2 * n, updates_skipped=float(n)) for n in range(9)]
+  guard.start(state.replace(skipped=state.skipped + 8), False, 17, rows)
+  guard.check(row(17, updates_skipped=8.0), state)
+  assert not capsys.readouterr().err
+
+
+def test_a_host_without_rows_has_the_skips_of_the_first_hosts_rows(tmp_path, monkeypatch, capsys):
+  guard, state = guard_of(tmp_path, "skip", updates=1, keep=1), after(update("skip"), [batch(0)])[0]
+  monkeypatch.setattr(nonfinite.hosts, "broadcast", lambda _: (8, 0))
+  guard.start(state.replace(skipped=state.skipped + 8), False, 9)
   guard.check(row(9, updates_skipped=8.0), state)
   assert not capsys.readouterr().err
+
+
+def test_skips_in_a_row_continue_after_a_resume(tmp_path):
+  """Otherwise a run with frequent preemptions would diverge without an end."""
+  state, _ = after(update("skip"), [batch(0)])
+  rows = [row(1, updates_skipped=0.0), row(2, loss=np.nan, updates_skipped=2.0)]
+  rows.append(row(3, loss=np.nan, updates_skipped=4.0))
+  guard = guard_of(tmp_path, "skip", updates=2, keep=1)
+  guard.start(state.replace(skipped=state.skipped + 4), True, 3, rows)
+  guard.check(row(4, loss=np.nan, updates_skipped=6.0), state)
+  with pytest.raises(nonfinite.NonFiniteError, match="8 updates in a row"):
+    guard.check(row(5, loss=np.nan, updates_skipped=8.0), state)
 
 
 @pytest.mark.long

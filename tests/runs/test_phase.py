@@ -108,16 +108,6 @@ def test_a_checkpoint_without_its_rows_is_refused_and_no_row_is_dropped(director
   assert calls == [("rl", 1)]
 
 
-def test_a_host_without_rows_has_the_skips_of_the_first_hosts_rows(monkeypatch):
-  started, host = [], dict(position={}, pending={}, rows=0)
-  monkeypatch.setattr(phase.hosts, "broadcast", lambda x: 8 if isinstance(x, int) else x)
-  phase_with(
-    restore_newest=lambda like: (1, {}, host),
-    start=lambda state, **options: started.append(options) or state,
-  )
-  assert started == [dict(reported=False, step=1, checked_skips=8)]
-
-
 def test_a_step_longer_than_the_grace_warns_once(capsys):
   """The first step compiles, and does not warn."""
   running = phase_with()

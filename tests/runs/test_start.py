@@ -201,6 +201,12 @@ def test_adapters_go_out_to_peft_and_come_back(adapted, pupil, tmp_path):
     assert same(jax.device_get(train.start_policy(run, run.initial_params)), params)
     reference = train.as_read(train.start_policy(run, run.initial_params), c.model, "float32")
   assert same(jax.device_get(reference), jax.device_get(lora.dithered(params)))
+  values |= dict(objective__name="gspo_token", critic__name="model")
+  with open_run(
+    read_inputs(config(job="rl", weights=str(pupil[0]), **values), tmp_path / "c")
+  ) as run:
+    trunk = train.start_state(run, run.initial_params).critic.params.trunk
+  assert same(jax.device_get(trunk), jax.device_get(lora.merged(params)).replace(head=None))
   with pytest.raises(ValueError, match=r"set lora\.rank=2"):
     read_inputs(config(job="rl", lora__rank=4, lora__adapter=str(tmp_path / "adapter")))
   with pytest.raises(ValueError, match="has no adapters: leave out --adapters"):

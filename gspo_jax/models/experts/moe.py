@@ -149,10 +149,12 @@ def normalize(gate_BTk: jax.Array) -> jax.Array:
   """Divides by the sum over k; zeros stay 0.
 
   The current router's scores of replayed experts may be tiny, and the gradient would then divide by
-  the square of their sum, which rounds to 0. So they are first divided by the largest one.
+  the square of their sum, which rounds to 0. So they are first divided by the largest one. If this
+  one is below the smallest normal number, gates and gradient are 0.
   """
   largest_BT1 = jax.lax.stop_gradient(gate_BTk.max(-1, keepdims=True))
-  gate_BTk = gate_BTk / jnp.maximum(largest_BT1, jnp.finfo(jnp.float32).tiny)
+  tiny = jnp.finfo(jnp.float32).tiny
+  gate_BTk = jnp.where(largest_BT1 < tiny, 0, gate_BTk) / jnp.maximum(largest_BT1, tiny)
   return gate_BTk / jnp.maximum(gate_BTk.sum(-1, keepdims=True), 0.5)
 
 
@@ -172,7 +174,9 @@ def choose_experts(
     None means 0.
   """
   router = config.router
-  choice_BTE = score_BTE if bias_E is None else score_BTE + bias_E[None, None]
+  choice_BTE = score_BTE
+  if bias_E is not None:
+    choice_BTE = layers.with_each_token(jnp.add, score_BTE, bias_E[None, None])
   if router.groups_per_token < router.groups:
     B, T, E = choice_BTE.shape
     choice_BTge = choice_BTE.reshape(B, T, router.groups, E // router.groups)
@@ -341,7 +345,9 @@ def output_biases(gate_BTk: jax.Array, experts_BTk: jax.Array, bias_ED: jax.Arra
   """Σ_k gate_k · bias_{index_k}, [B, T, D], for GPT-OSS."""
   one_hot_BTkE = jax.nn.one_hot(experts_BTk, len(bias_ED), dtype=bias_ED.dtype)
   gate_BTE = jnp.einsum("BTkE,BTk->BTE", one_hot_BTkE, gate_BTk)
-  return sharding.einsum("BTE,ED->BTD", gate_BTE, bias_ED, out=P(BATCH))
+  add_up = functools.partial(sharding.product, "BTE,ED->BTD")
+  split = P(BATCH), sharding.spec_of(bias_ED)
+  return sharding.shard_map(add_up, split, P(BATCH))(gate_BTE, bias_ED)
 
 
 def _gather_and_apply(
