@@ -10,7 +10,6 @@ from support.configs import config_of
 
 from configs import common, tiny
 from gspo_jax import export, sft
-from gspo_jax import teacher as teachers
 from gspo_jax.data import tokenizer
 from gspo_jax.inputs import read_inputs
 from gspo_jax.models import hf, transformer
@@ -146,11 +145,11 @@ def test_a_run_keeps_its_first_teacher(server, tmp_path):
   first, params = publish(server, tmp_path / "source")
   taught = config(**TAUGHT | {"distillation.teacher": ID, "tokenizer": ID})
   with open_run(read_inputs(taught, tmp_path / "run")) as run:
-    assert same(teachers.load(run.teacher, taught.compute.dtype, run.mesh), params)
+    assert same(run.teacher.source.load(run.teacher.model, run.mesh, taught.compute.dtype), params)
   assert provenance_of(tmp_path / "run")["teacher"] == dict(directory=f"{ID}@{first}")
   publish(server, tmp_path / "source", seed=1)
   with open_run(read_inputs(taught, tmp_path / "run")) as run:
-    assert same(teachers.load(run.teacher, taught.compute.dtype, run.mesh), params)
+    assert same(run.teacher.source.load(run.teacher.model, run.mesh, taught.compute.dtype), params)
 
 
 def test_weights_are_read_from_a_bucket(server, tmp_path, monkeypatch):
