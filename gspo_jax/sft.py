@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,17 +52,17 @@ def sft(run: Run) -> Any:
   if saved:
     batches.set_state(saved["data"])
   loss = saved.get("held_out_loss")  # The newest one.
-  held_out_ids, held_out_loss = held_out(run, prompts, saved.get("held_out", ()))
+  validation, held_out_loss = held_out(run, prompts, saved.get("held_out", ()))
 
   def position() -> dict[str, Any]:
-    return dict(data=batches.get_state(), held_out_loss=loss, held_out=sorted(held_out_ids))
+    return dict(data=batches.get_state(), held_out_loss=loss, held_out=[*validation.values()])
 
   with phase:
     phase.set_resume_point(done, state, position)
     for step in phase.steps():
       if _reached_target(run, loss):
         break
-      chosen = batches.take(c.sft.batch, lambda prompt: prompt.id not in held_out_ids)
+      chosen = batches.take(c.sft.batch, lambda prompt: prompt.id not in validation)
       batch = train_batch(chosen, tok, c.sft.max_tokens)
       phase.keep_batches(step, [batch])  # In host memory, since many batches are kept.
       with phase.stages("update"):
@@ -109,14 +110,15 @@ def _wait(phase: Phase, state: TrainState) -> None:
 
 
 def held_out(
-  run: Run, source: Sequence[Prompt], saved: Sequence[str] = ()
-) -> tuple[frozenset[str], Callable[[Any], float]]:
-  """Returns ids of held-out demonstrations, and a function for their loss.
+  run: Run, source: Sequence[Prompt], saved: Sequence[int] = ()
+) -> tuple[dict[str, int], Callable[[Any], float]]:
+  """Returns checksums of held-out demonstrations by id, and a function for their loss.
 
   The function maps parameters to the mean of -log π(token) over tokens, in nats. The ids do not
   depend on the run's seed. If `sft.target_loss` is 0, there are no ids, and the function fails.
 
-  saved: ids of a checkpoint. Those in changed data stay held out, and no others.
+  saved: checksums of a checkpoint. In changed data these demonstrations stay held out, and no
+    others.
   """
   c = run.config
   count, rows = min(HELD_OUT, len(source) // 2), c.sft.batch // c.sft.microbatches
@@ -125,9 +127,9 @@ def held_out(
     if isinstance(source, sources.Mixture):  # Weights could hold out a whole small source.
       source = sources.Mixture(source.sources)
     prompts = next(sources.Batches(source, count, seed=0))
-    if saved and {prompt.id for prompt in prompts} != {*saved}:
+    if saved and {*map(_checksum, prompts)} != (before := {*saved}):
       candidates = map(source.__getitem__, range(len(source)))
-      prompts = [prompt for prompt in candidates if prompt.id in saved] or prompts
+      prompts = [prompt for prompt in candidates if _checksum(prompt) in before] or prompts
   for start in range(0, len(prompts), rows):  # Batches have the size of a micro-batch.
     chosen = prompts[start : start + rows]
     filled = chosen + prompts[:1] * (rows - len(chosen))
@@ -139,7 +141,12 @@ def held_out(
     sums = jax.device_get([sums_of(params, batch) for batch in batches])
     return float(sum(s.numerator for s in sums) / sum(s.denominator for s in sums))
 
-  return frozenset(prompt.id for prompt in prompts), loss
+  return {prompt.id: _checksum(prompt) for prompt in prompts}, loss
+
+
+def _checksum(prompt: Prompt) -> int:
+  """Returns a checksum of a demonstration, without its id."""
+  return zlib.crc32(repr((prompt.question, prompt.demonstration)).encode())
 
 
 def _reached_target(run: Run, loss: float | None) -> bool:

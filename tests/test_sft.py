@@ -182,16 +182,18 @@ def test_what_is_held_out_is_not_trained_on(tmp_path, monkeypatch, capfd):
 def test_after_a_change_of_data_what_is_held_out_stays_so(tmp_path, monkeypatch):
   """Other demonstrations may have been trained on."""
   monkeypatch.setattr(sft, "HELD_OUT", 10)
-  rows = [f'{{"id": "{n}", "question": "{n}+1=", "answer": "{n + 1}"}}' for n in range(30)]
+  rows = [f'{{"question": "{n}+1=", "answer": "{n + 1}"}}' for n in range(30)]
   data = tmp_path / "data.jsonl"
   settings = dict(sft__target_loss=0.01, data__train=str(data))
-  ids = []
+  held = []
   for first in 0, 1:
     data.write_text("\n".join(rows[first:]))
     with opened(tmp_path / f"run{first}", **settings) as run:
-      ids.append(sft.held_out(run, run.inputs.data.demonstrations, [*ids[0]] if ids else ())[0])
-      assert sft.held_out(run, run.inputs.data.demonstrations, ["gone"])[0]
-  assert len(ids[0]) == 10 and ids[1] == ids[0] - {"data.jsonl:1", "0"}
+      before = [*held[0].values()] if held else ()
+      held.append(sft.held_out(run, run.inputs.data.demonstrations, before)[0])
+      assert len(sft.held_out(run, run.inputs.data.demonstrations, [1])[0]) == 10
+  lines = [{int(name.rpartition(":")[2]) for name in ids} for ids in held]  # From 1 on.
+  assert len(lines[0]) == 10 and {line + 1 for line in lines[1]} == lines[0] - {1}
 
 
 def test_a_small_source_with_a_large_weight_is_trained_on(tmp_path, monkeypatch):

@@ -250,7 +250,8 @@ class Batches(Iterator[list[structs.Prompt]]):
       self._source.look(lengths)
       self._contents, self._rendered = self._source.contents, rendered(self._source)
     edited = state["contents"] != self._contents
-    changed = edited or state.get("rendered", self._rendered) != self._rendered
+    before = state.get("rendered", current := self._rendered)  # Without fields in earlier versions.
+    changed = edited or before != (current if "+" in before else re.sub(r"\+\w+", "", current))
     if "rendered" not in state:
       logging.warning("the checkpoint has no checksum of prompts' tokens: they are not compared")
     self._start(state["restarts"] + changed)
@@ -289,13 +290,13 @@ def rendered(source: Source) -> str:
   if isinstance(source, Mixture):
     return " ".join(map(rendered, source.sources))
   indices = probe(len(source)) if isinstance(source, Embedded) else range(len(source))
-  checksum = 0
+  checksum, fields = 0, 0
   for row in map(source.__getitem__, indices):
     prompt = getattr(row, "prompt", row)  # In job=offline, a row is a group with its prompt.
     checksum = zlib.crc32(array.array("q", prompt.tokens).tobytes(), checksum)
-    for content in (prompt.demonstration, *prompt.info):
-      checksum = zlib.crc32(repr(content).encode(), checksum)
-  return f"{checksum:08x}"
+    checksum = zlib.crc32(repr(prompt.demonstration).encode(), checksum)
+    fields = zlib.crc32(repr(prompt.info).encode() if prompt.info else b"", fields)
+  return f"{checksum:08x}" + (f"+{fields:08x}" if fields else "")
 
 
 def require_same_on_hosts(parts: Sequence[Any]) -> None:

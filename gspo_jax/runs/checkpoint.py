@@ -144,7 +144,7 @@ class Checkpointer:
   ) -> None:
     """Starts a save in the background. The arrays are copied before this method returns.
 
-    An existing checkpoint of this step stays, unless it lacks a metric for `checkpoint.best`.
+    An existing checkpoint of this step stays, unless `checkpoint.best` needs its metrics.
 
     Args:
       step: number of finished steps.

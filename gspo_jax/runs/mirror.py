@@ -3,8 +3,8 @@
 A preempted machine loses its disk and the workdir on the disk. So each save of a checkpoint also
 copies the workdir to `checkpoint.directory`, except the files and folders in EXCLUDED. The
 checkpoint becomes complete only after this copy. An evaluation has no checkpoints, and its end
-copies the workdir. A run whose workdir has no config.json resumes
-from the copy in its `checkpoint.directory`.
+copies the workdir. A run whose workdir has no config.json resumes from the copy in its
+`checkpoint.directory`.
 """
 
 import contextlib

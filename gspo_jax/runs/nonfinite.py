@@ -81,13 +81,7 @@ class Guard:
       maxlen=keep
     )
 
-  def start(
-    self,
-    state: TrainState,
-    reported: bool = True,
-    step: int = 0,
-    rows: Sequence[Mapping[str, Any]] = (),
-  ) -> TrainState:
+  def start(self, state: TrainState, rows: Sequence[Mapping[str, Any]] = ()) -> TrainState:
     """Accepts a new or restored state; returns the state to train on. Collective.
 
     If `on_nonfinite` is "stop", the state's count of skipped updates is reset, because the update
@@ -95,21 +89,15 @@ class Guard:
 
     Args:
       state: new or restored training state.
-      reported: whether the metrics row of `step` was written, and so checked, before the restart.
-      step: last finished step.
       rows: the phase's metrics rows before the restart. Only the first host needs them.
     """
-    checked = 0  # Skipped updates in checked rows.
     for row in rows:
-      earlier, checked = checked, int(row.get("updates_skipped", checked))
-      self._count_in_a_row(row, checked - earlier)
-    checked, self._in_a_row = hosts.broadcast((checked, self._in_a_row))
-    self._checked = step if reported else step - 1
-    self._skipped = int(jax.device_get(state.skipped))
-    if self._skipped and self._on_nonfinite == "stop":
+      earlier, self._skipped = self._skipped, int(row.get("updates_skipped", self._skipped))
+      self._count_in_a_row(row, self._skipped - earlier)
+    counts = self._skipped, self._in_a_row, self._checked
+    self._skipped, self._in_a_row, self._checked = hosts.broadcast(counts)
+    if self._on_nonfinite == "stop":
       state, self._skipped = state.replace(skipped=state.skipped * 0), 0
-    if not reported:  # The row of `step` has not been checked, and may contain new skips.
-      self._skipped = checked
     return state
 
   def keep_batches(self, step: int, batches: Sequence[TrainBatch]) -> None:

@@ -115,9 +115,13 @@ def _check_moved(config: CheckpointConfig, workdir: Path) -> None:
   if recorded == config.directory:
     return
   earlier = dataclasses.replace(config, directory=recorded)
-  for phase in ("sft", "rl"):
+  for phase in ("rl", "sft"):
     old, new = (c.phase_directory(workdir, phase) for c in (earlier, config))
-    if checkpoint.finished(old) and not checkpoint.finished(new):
+    if checkpoint.finished(new):  # RL needs no checkpoints of the cold start.
+      return
+    if recorded:
+      files.located(recorded, "the earlier --config.checkpoint.directory")
+    if checkpoint.finished(old):
       raise ValueError(
         f"--config.checkpoint.directory={config.directory} has no checkpoints of this run: copy "
         f"{old} to {new}, or leave the key at {recorded!r}"

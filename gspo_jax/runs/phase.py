@@ -82,6 +82,8 @@ class Phase:
     """
     if restored := self._checkpoints.restore_newest(like):
       step, state, host = restored
+      if hosts.run_on_first_host(lambda: self._has_row(step)):
+        host = host | dict(pending=None)  # Its evaluation ended after this save.
       reported = step if host["pending"] is None else step - 1
     else:
       step, state, host, reported = 0, start(), None, -1
@@ -96,7 +98,7 @@ class Phase:
     rows = self._writer.rows("sft", "rl")
     self._goodput.resume(rows[-1] if rows else {})
     rows = [row for row in rows if row["phase"] == self._name]
-    state = self._guard.start(state, reported == step, step, rows)
+    state = self._guard.start(state, rows)
     if self._alarm_config:
       self._alarms = Alarms(self._alarm_config, rows)
     self._done = step
@@ -187,6 +189,10 @@ class Phase:
     self._writer.sync()  # Written rows survive a crash of the machine.
     host = dict(position=self._position(), pending=pending, rows=self._writer.count)
     self._checkpoints.save(self._step, self._state, host, None if row is None else compute(row))
+
+  def _has_row(self, step: int) -> bool:
+    """Whether metrics.jsonl has a row of this phase's step."""
+    return any(row["step"] == step for row in self._writer.rows(self._name))
 
   def _require_rows(self, step: int, reported: int, covered: int) -> None:
     """Raises ValueError if metrics.jsonl lacks rows before the checkpoint of `step`."""

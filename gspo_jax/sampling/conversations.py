@@ -15,7 +15,7 @@ import math
 import operator
 import reprlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -218,7 +218,7 @@ def _result(
     return None, f"{error} ({LIMIT_KEY})"
   if isinstance(error, Unusable):
     return None, _printable_line(lambda: str(error))
-  return None, _printable_line(lambda: describe(error)) + user_code.place_of(error)
+  return None, _printable_line(lambda: describe(error)) + user_code.locate(error)
 
 
 @functools.cache
@@ -252,11 +252,11 @@ def _prompt(
 ) -> tuple[int, ...]:
   """Checks a result of `reset` (`first`), and returns it as token ids."""
   unusable = Unusable(f"{name} returned {_repr(first)}: return messages or token ids")
-  if isinstance(first, str | bytes | bytearray | Mapping):
+  if isinstance(first, str | bytes | bytearray | Mapping) or not isinstance(first, Iterable):
     raise unusable
+  entries = list(itertools.islice(first, longest + 1))
+  messages = entries if entries and isinstance(entries[0], Mapping) else ()
   try:
-    entries = list(itertools.islice(first, longest + 1))
-    messages = entries if entries and isinstance(entries[0], Mapping) else ()
     tokens = () if messages else tuple(map(operator.index, entries))
   except TypeError:
     raise unusable from None

@@ -79,13 +79,14 @@ def place(name: str, error: BaseException | None = None) -> str:
   return f" ({Path(file).name}, line {lines[-1]})" if lines else ""
 
 
-def place_of(error: BaseException) -> str:
+def locate(error: BaseException) -> str:
   """Locates an exception from user code, as `place` does.
 
   The file is the first one outside this package in the traceback, and the line its innermost one.
   """
-  package = str(Path(__file__).parents[1])
+  package = f"{Path(__file__).parents[1]}{os.sep}"
   frames = traceback.extract_tb(error.__traceback__)
-  file = next((x.filename for x in frames if not x.filename.startswith(package)), None)
+  files = (x.filename for x in frames if not x.filename.startswith((package, "<")))
+  file = next(files, None)
   lines = [frame.lineno for frame in frames if frame.filename == file]
   return f" ({Path(file).name}, line {lines[-1]})" if file else ""

@@ -231,7 +231,7 @@ def test_a_row_that_is_reported_after_a_resume_may_have_a_skipped_update(tmp_pat
   """Its evaluation was interrupted, and the checkpoint has counted the update already."""
   state, _ = after(update("skip"), [batch(0), batch(1, bad=True)])
   guard = guard_of(tmp_path, "skip", updates=2, keep=2)
-  guard.start(state, reported=False)
+  guard.start(state)
   guard.check(row(1, loss=np.nan, updates_skipped=1.0), state)
   assert "sft step 1: updates: 1 not finite (loss) and skipped" in capsys.readouterr().err
 
@@ -241,17 +241,26 @@ def test_skips_of_earlier_rows_do_not_count_again_after_a_resume(tmp_path, capsy
   state, _ = after(update("skip"), [batch(0)])
   guard = guard_of(tmp_path, "skip", updates=1, keep=1)
   rows = [row(2 * n, updates_skipped=float(n)) for n in range(9)]
-  guard.start(state.replace(skipped=state.skipped + 8), False, 17, rows)
+  guard.start(state.replace(skipped=state.skipped + 8), rows)
   guard.check(row(17, updates_skipped=8.0), state)
   assert not capsys.readouterr().err
 
 
 def test_a_host_without_rows_has_the_skips_of_the_first_hosts_rows(tmp_path, monkeypatch, capsys):
   guard, state = guard_of(tmp_path, "skip", updates=1, keep=1), after(update("skip"), [batch(0)])[0]
-  monkeypatch.setattr(nonfinite.hosts, "broadcast", lambda _: (8, 0))
-  guard.start(state.replace(skipped=state.skipped + 8), False, 9)
+  monkeypatch.setattr(nonfinite.hosts, "broadcast", lambda _: (8, 0, 8))
+  guard.start(state.replace(skipped=state.skipped + 8))
   guard.check(row(9, updates_skipped=8.0), state)
   assert not capsys.readouterr().err
+
+
+def test_a_checkpoint_between_two_rows_counts_with_the_next_row(tmp_path):
+  """Updates 6 to 10 and 16 to 20 were skipped, and the checkpoint is of update 15."""
+  state, _ = after(update("skip"), [batch(0)])
+  guard = guard_of(tmp_path, "skip", updates=1, keep=1)
+  rows = [row(5, updates_skipped=0.0), row(10, loss=np.nan, updates_skipped=5.0)]
+  guard.start(state.replace(skipped=state.skipped + 5), rows)
+  guard.check(row(20, loss=np.nan, updates_skipped=10.0), state)
 
 
 def test_skips_in_a_row_continue_after_a_resume(tmp_path):
@@ -260,7 +269,7 @@ def test_skips_in_a_row_continue_after_a_resume(tmp_path):
   rows = [row(1, updates_skipped=0.0), row(2, loss=np.nan, updates_skipped=2.0)]
   rows.append(row(3, loss=np.nan, updates_skipped=4.0))
   guard = guard_of(tmp_path, "skip", updates=2, keep=1)
-  guard.start(state.replace(skipped=state.skipped + 4), True, 3, rows)
+  guard.start(state.replace(skipped=state.skipped + 4), rows)
   guard.check(row(4, loss=np.nan, updates_skipped=6.0), state)
   with pytest.raises(nonfinite.NonFiniteError, match="8 updates in a row"):
     guard.check(row(5, loss=np.nan, updates_skipped=8.0), state)

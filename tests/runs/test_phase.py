@@ -71,6 +71,19 @@ def test_a_checkpoint_has_the_metrics_of_an_unreported_step():
   assert saved == [(1, row, 0), (1, None, 1)]
 
 
+def test_a_step_with_a_row_is_not_pending():
+  """Its evaluation ended after the save, so the same command need not repeat it."""
+  host, calls = dict(position={}, pending=dict(step=1), rows=0), []
+  for rows in [], [dict(phase="rl", step=1)]:
+    running = phase_with(
+      restore_newest=lambda like: (1, {}, host),
+      rows=lambda *phases, rows=rows: rows if phases == ("rl",) else [],
+      truncate=lambda *arguments: calls.append(arguments) or 0,
+    )
+    assert (running.resume(None, dict)[2]["pending"] is None) == bool(rows)
+  assert calls == [("rl", 0)] * 2 + [("rl", 1)] * 2
+
+
 def test_rows_are_on_disk_before_their_checkpoint():
   events = []
   running = phase_with(

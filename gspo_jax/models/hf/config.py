@@ -140,8 +140,9 @@ def _has_window(raw: Mapping[str, Any], architecture: Architecture) -> bool:
   """
   if "max_window_layers" not in architecture.defaults:
     return True
-  full = raw.get("max_window_layers", architecture.defaults["max_window_layers"])
-  types = raw.get("layer_types") or _types(range(raw["num_hidden_layers"]), lambda x: x >= full)
+  layers, full = (raw.get(key) for key in ("num_hidden_layers", "max_window_layers"))
+  full = architecture.defaults["max_window_layers"] if full is None else full
+  types = raw.get("layer_types") or _types(range(layers or 0), lambda x: x >= full)
   return LOCAL in types and raw.get("sliding_window", 4096) is not None
 
 
