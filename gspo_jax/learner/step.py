@@ -338,8 +338,9 @@ def _step(
 def _on_replicas(state: TrainState, policy: Any, frozen: Any) -> tuple[Any, Any]:
   """Keeps gradients of policy and critic separate on each replica (replicas.py).
 
-  These gradients are summed over replicas once per update. The gradients of adapters and of the
-  critic's head are small, so JAX sums them in every micro-batch.
+  These gradients are summed over replicas once per update. JAX sums the gradient of the critic's
+  head, which is small, in every micro-batch. It also sums those of merged adapters, which are as
+  large as the matrices: no rule of JAX multiplies two marked arrays.
   """
   if not jax.tree.leaves(frozen):
     policy = replicas.apart(policy)
