@@ -216,6 +216,7 @@ class Evaluator:
       return
     environment = sampling_round.benchmark.environment
     multi_turn = environment is not None
+    workers = self.environment.workers if multi_turn else 0
     load = workload(
       self.config,
       sampling_round.temperature,
@@ -232,10 +233,11 @@ class Evaluator:
       load,
       vocab_size=self.model.vocab_size,
       max_turns=self.environment.max_turns if multi_turn else 1,
-      workers=self.environment.workers if multi_turn else 0,
+      workers=workers,
       time_limit_s=time_limit(environment),
     )
-    batches = self._new_groups(sampling_round, indices[-1] + 1)
+    batches = self._new_groups(sampling_round, indices[-1] + 1, workers)
+    ready, unfinished = [], set(indices)
     groups: dict[int, list[Trajectory]] = {}  # By problem; without problems of earlier chunks.
     active: set[Trajectory] = set()
 
@@ -248,7 +250,6 @@ class Evaluator:
             driver.begin(group)
             active.update(x for x in group if not x.finished)
 
-    ready, unfinished = [], set(indices)
     started, remaining = time.perf_counter(), len(indices)
     begin()
     for trajectory in driver.run():
@@ -267,7 +268,9 @@ class Evaluator:
         yield ready, [sample for i in ready for sample in groups.pop(i)], seconds
         ready, started = [], time.perf_counter()
 
-  def _new_groups(self, sampling_round: Round, count: int) -> Iterator[list[list[Trajectory]]]:
+  def _new_groups(
+    self, sampling_round: Round, count: int, workers: int
+  ) -> Iterator[list[list[Trajectory]]]:
     """Yields groups of the first `count` problems, batch by batch.
 
     Problems with environments are in batches of `eval.batch`; all others are in one batch.
@@ -288,7 +291,7 @@ class Evaluator:
         lambda messages: self.tokenizer.encode(self.tokenizer.chat(messages)),
         tags=range(start, start + len(batch)),
         vocab_size=self.tokenizer.vocab_size,
-        workers=0 if environment is None else self.environment.workers,
+        workers=workers,
         numbers=numbers,
       )
 

@@ -83,7 +83,8 @@ class Phase:
     if restored := self._checkpoints.restore_newest(like):
       step, state, host = restored
       # `checkpoint.best` needs the metrics of a row, and so another save.
-      if not self._checkpoints.config.best and hosts.run_on_first_host(lambda: self._has_row(step)):
+      pending = host["pending"] is not None and not self._checkpoints.config.best
+      if pending and hosts.run_on_first_host(lambda: self._has_row(step)):
         host = host | dict(pending=None)  # Its evaluation ended after this save.
       reported = step if host["pending"] is None else step - 1
     else:

@@ -70,13 +70,12 @@ def place(name: str, error: BaseException | None = None) -> str:
   """
   module, _, function = name.partition(":")
   file = getattr(sys.modules.get(module), "__file__", None)
-  frames = traceback.extract_tb(error.__traceback__) if error else []
-  lines = [frame.lineno for frame in frames if frame.filename == file]
+  line = _innermost_line(file, error) if error else 0
   loaded = getattr(sys.modules.get(module), function, None)
   code = getattr(inspect.unwrap(loaded), "__code__", None)
-  if not lines and code and code.co_filename == file:
-    lines = [code.co_firstlineno]
-  return f" ({Path(file).name}, line {lines[-1]})" if lines else ""
+  if not line and code and code.co_filename == file:
+    line = code.co_firstlineno
+  return _describe(file, line)
 
 
 def locate(error: BaseException) -> str:
@@ -85,8 +84,16 @@ def locate(error: BaseException) -> str:
   The file is the first one outside this package in the traceback, and the line its innermost one.
   """
   package = f"{Path(__file__).parents[1]}{os.sep}"
+  files = (frame.filename for frame in traceback.extract_tb(error.__traceback__))
+  file = next((x for x in files if not x.startswith((package, "<"))), None)
+  return _describe(file, _innermost_line(file, error))
+
+
+def _innermost_line(file: str | None, error: BaseException) -> int:
+  """Returns the innermost line of an exception in a file; 0 if there is none."""
   frames = traceback.extract_tb(error.__traceback__)
-  files = (x.filename for x in frames if not x.filename.startswith((package, "<")))
-  file = next(files, None)
-  lines = [frame.lineno for frame in frames if frame.filename == file]
-  return f" ({Path(file).name}, line {lines[-1]})" if file else ""
+  return next((x.lineno for x in reversed(frames) if x.filename == file), 0)
+
+
+def _describe(file: str | None, line: int) -> str:
+  return f" ({Path(file).name}, line {line})" if line else ""

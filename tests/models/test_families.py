@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import importlib.util
 import json
+import math
 import shutil
 import types
 
@@ -445,14 +446,11 @@ def rounding(config):
   return 1e-4 if config.linear.pattern > 1 else 2e-5
 
 
-@pytest.mark.families
-def test_eight_devices_compute_what_one_does(case):
-  config, tokens = case.config, np.tile(case.tokens, (4, 1))
-  step = jax.jit(jax.value_and_grad(lambda p, t: loss(p, config, t)))
+def compare_with_one_device(case, step, copies, sizes):
+  """Compares a jitted step's loss and gradient on a mesh with those on one device."""
+  config, tokens = case.config, np.tile(case.tokens, (copies, 1))
   expected, gradient = step(case.params, jnp.asarray(tokens))
-  tensor = 2 if config.num_kv_heads % 2 == 0 else 1
-  expert = 2 if config.num_experts else 1
-  mesh = sharding.make_mesh(MeshConfig(8 // (2 * tensor * expert), 2, expert, tensor))
+  mesh = sharding.make_mesh(MeshConfig(*sizes), jax.devices()[: math.prod(sizes)])
   with jax.set_mesh(mesh):
     layout = transformer.shardings(config, sharding.TRAIN, mesh)
     value, sharded = step(jax.device_put(case.params, layout), sharding.put_batch(tokens, mesh))
@@ -463,24 +461,24 @@ def test_eight_devices_compute_what_one_does(case):
 
 
 @pytest.mark.families
+def test_eight_devices_compute_what_one_does(case):
+  config = case.config
+  step = jax.jit(jax.value_and_grad(lambda p, t: loss(p, config, t)))
+  tensor = 2 if config.num_kv_heads % 2 == 0 else 1
+  expert = 2 if config.num_experts else 1
+  compare_with_one_device(case, step, 4, (8 // (2 * tensor * expert), 2, expert, tensor))
+
+
+@pytest.mark.families
 def test_replicas_compute_what_one_device_does(case):
   """Each has the gradient of its rows, and the gradients are summed once."""
-  config, tokens = case.config, np.tile(case.tokens, (2, 1))
 
   @jax.jit
   def step(params, tokens):
-    value, gradient = jax.value_and_grad(loss)(replicas.apart(params), config, tokens)
+    value, gradient = jax.value_and_grad(loss)(replicas.apart(params), case.config, tokens)
     return value, replicas.summed(gradient)
 
-  expected, gradient = step(case.params, jnp.asarray(tokens))
-  mesh = sharding.make_mesh(MeshConfig(2, 1, 1, 1), jax.devices()[:2])
-  with jax.set_mesh(mesh):
-    layout = transformer.shardings(config, sharding.TRAIN, mesh)
-    value, split = step(jax.device_put(case.params, layout), sharding.put_batch(tokens, mesh))
-  np.testing.assert_allclose(value, expected, rtol=1e-5)
-  largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(gradient))
-  atol = rounding(config) * largest
-  chex.assert_trees_all_close(jax.device_get(split), gradient, atol=atol, rtol=0)
+  compare_with_one_device(case, step, 2, (2, 1, 1, 1))
 
 
 @pytest.mark.families

@@ -218,9 +218,9 @@ class ServerPool:
   async def _choose(self, avoid: Collection[str]) -> Server:
     """Waits for a server with fewer than `in_flight` calls, and returns the least busy one."""
     while True:
-      preferred = [server for server in self.usable if server.url not in avoid] or self.usable
-      free = [server for server in preferred if len(server.calls) < self.in_flight]
-      if free:
+      usable = self.usable
+      preferred = [server for server in usable if server.url not in avoid] or usable
+      if free := [server for server in preferred if len(server.calls) < self.in_flight]:
         return min(free, key=lambda server: len(server.calls))
       await self._change.wait()
 
