@@ -274,6 +274,8 @@ def judge(candidate: str, answer: str) -> Outcome:
   readings = _gold_readings(answer)
   if not readings:
     raise ValueError(UNREADABLE.format(answer))
+  if not equal.same_half_days(answer, candidate):
+    return Outcome.WRONG
   # A gold answer that is a number, such as 1,234, is not read as a list. The number 2mg, with a
   # unit, may also be the product 2·m·g.
   if is_number:

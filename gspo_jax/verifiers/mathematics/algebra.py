@@ -7,6 +7,7 @@ such a comparison by accident, with a negligible probability.
 
 import contextlib
 import itertools
+from collections.abc import Iterator
 
 import sympy as sp
 
@@ -38,7 +39,9 @@ _STEPS = [
   for scale in (1, 30)
   for k in range(25)
 ]
-_INTEGERS = [2, 3, 5, 8, 4, 7, 6, 9]  # Values of exponents such as n in (-1)^n, even and odd.
+_INTEGERS = [2, 3, 5, 8, 4, 7, 6, 9]  # Values of integers such as n in (-1)^n, even and odd.
+MAX_KINKS = 8  # Maximum absolute values and roots whose zeros are computed, and their degree.
+MAX_KINK = 10_000  # Largest zero: 2^x has a bounded size there.
 
 _UNEVALUATED = (sp.Sum, sp.Product, sp.Integral, sp.Limit)
 # Errors of SymPy for unsupported operations.
@@ -165,18 +168,19 @@ def _same_at_points(a, b, symbols) -> bool:
   At least two points must be suitable. A point is suitable if all arguments of roots and logarithms
   are positive, and both values are defined and finite.
   """
-  count, integers = 0, _exponents(a) | _exponents(b)
-  points = _POINTS + (_FAR if _has_kinks(a) or _has_kinks(b) else [])
-  for index, point in enumerate([*points, *_STEPS]):
-    if count >= 2 and index >= len(points):
+  count, integers = 0, _integers(a, b)
+  required = itertools.chain(_POINTS, _kink_points(a, b, symbols))
+  points = [zip(required, itertools.repeat(True)), zip(_STEPS, itertools.repeat(False))]
+  for index, (point, is_required) in enumerate(itertools.chain(*points)):
+    if count >= 2 and not is_required:
       break
-    values = dict(zip(symbols, point)) | {
-      s: sp.Integer(_INTEGERS[(index + n) % len(_INTEGERS)])
-      for n, s in enumerate(sorted(integers, key=str))
-    }
-    if not _real_inside(itertools.chain((a, b)), values):
+    values = _values(symbols, point, integers, index)
+    try:
+      if not _real_inside((a, b), values):
+        continue
+      first, second = a.xreplace(values), b.xreplace(values)
+    except _REFUSALS:  # A function is not defined, for example (n - 4)!! for n = 2.
       continue
-    first, second = a.xreplace(values), b.xreplace(values)
     if first.has(sp.nan, sp.zoo, sp.oo) or second.has(sp.nan, sp.zoo, sp.oo):
       continue
     if first.is_Rational and second.is_Rational:
@@ -188,19 +192,72 @@ def _same_at_points(a, b, symbols) -> bool:
   return count >= 2
 
 
-def _exponents(value) -> set:
-  """Returns the variables in exponents of negative numbers.
+def _values(symbols, point: list, integers: list, index: int) -> dict:
+  """Returns the values of all variables at a point; `index` chooses those of integers."""
+  return dict(zip(symbols, point)) | {
+    s: sp.Integer(_INTEGERS[(index + n) % len(_INTEGERS)]) for n, s in enumerate(integers)
+  }
 
-  These variables are integers, as n in (-1)^n.
+
+def _integers(*values) -> list:
+  """Returns the integer variables of expressions, sorted by name.
+
+  They are in exponents of negative numbers, as n in (-1)^n, or in double factorials.
   """
-  powers = [p for p in value.atoms(sp.Pow) if p.base.is_number and p.base.is_negative]
-  return set().union(*(power.exp.free_symbols for power in powers))
+  powers = [p for v in values for p in v.atoms(sp.Pow) if p.base.is_number and p.base.is_negative]
+  doubles = [double for v in values for double in v.atoms(sp.factorial2)]
+  parts = [*(power.exp for power in powers), *doubles]
+  return sorted(set().union(*(part.free_symbols for part in parts)), key=str)
 
 
-def _has_kinks(value) -> bool:
-  """Whether an expression may have kinks: it has an absolute value or a root."""
-  exponents = [power.exp for power in value.atoms(sp.Pow)]
-  return value.has(sp.Abs) or any(exp.is_Rational and not exp.is_Integer for exp in exponents)
+def _kink_points(a, b, symbols) -> Iterator[list]:
+  """Yields points for expressions with kinks: absolute values or roots.
+
+  They are `_FAR`, and for each variable one point in each interval between its kinks. Only kinks of
+  polynomials and fractions in one variable are known.
+  """
+  parts = a.atoms(sp.Abs, sp.Pow) | b.atoms(sp.Abs, sp.Pow)
+  insides = {part.args[0] for part in parts if isinstance(part, sp.Abs) or _is_root(part)}
+  if insides:
+    yield from _FAR
+  single = sorted((inside for inside in insides if len(inside.free_symbols) == 1), key=str)
+  zeros = [(inside.free_symbols, _zeros(inside)) for inside in single[:MAX_KINKS]]
+  for index, symbol in enumerate(symbols):
+    kinks = sorted(set().union(*(values for variables, values in zeros if symbol in variables)))
+    ends = [kinks[0] - 1, *kinks, kinks[-1] + 1] if kinks else []
+    for start, end in itertools.pairwise(ends):
+      # Not the middle: as an exponent, 1/2 may give huge integers.
+      value = start + (end - start) * sp.Rational(3, 7)
+      yield [*_POINTS[0][:index], value, *_POINTS[0][index + 1 :]]
+
+
+def _is_root(power: sp.Pow) -> bool:
+  return power.exp.is_Rational and not power.exp.is_Integer
+
+
+def _zeros(value) -> list:
+  """Returns the real zeros and poles of a fraction in one variable, to 15 digits.
+
+  Returns [] for other expressions, and for fractions of a degree above `MAX_KINKS`. Zeros above
+  `MAX_KINK` are ignored.
+  """
+  if _degree(value) > MAX_KINKS:
+    return []
+  with contextlib.suppress(*_REFUSALS, sp.PolynomialError):
+    parts = [sp.Poly(part, *value.free_symbols) for part in sp.fraction(sp.together(value))]
+    roots = [sp.Rational(str(x.evalf(15))) for part in parts for x in sp.real_roots(part)]
+    return [root for root in roots if abs(root) <= MAX_KINK]
+  return []
+
+
+def _degree(value) -> int:
+  """Returns an upper bound of the degree of a polynomial or fraction, without expanding it."""
+  if isinstance(value, sp.Pow) and value.exp.is_Integer:
+    return abs(int(value.exp)) * _degree(value.base)
+  if not isinstance(value, sp.Add | sp.Mul):
+    return len(value.free_symbols)
+  combine = max if isinstance(value, sp.Add) and value.is_polynomial() else sum
+  return combine(map(_degree, value.args))
 
 
 def _real_inside(expressions, values) -> bool:
@@ -227,9 +284,12 @@ def constant_ratio(a, b):
   if a.free_symbols != b.free_symbols or len(symbols) > len(_POINTS[0]):
     return None
   ratio = None
-  for point in _POINTS[:2]:
-    values = dict(zip(symbols, point))
-    top, bottom = a.xreplace(values), b.xreplace(values)
+  for index, point in enumerate(_POINTS[:2]):
+    values = _values(symbols, point, _integers(a, b), index)
+    try:
+      top, bottom = a.xreplace(values), b.xreplace(values)
+    except _REFUSALS:
+      continue
     if bottom == 0 or not (top / bottom).is_finite:
       continue
     if ratio is None:

@@ -10,7 +10,7 @@ _TYPEFACE = re.compile(r"^\s*\\(?:text\w*|mathbf|mathrm|boldsymbol|bm)\s*\{([^{}
 _NOUN = re.compile(r"^\s*(?i:option|choice)\s+\(?([A-J])(?!\w)\)?[.:]?")
 _CHOICE = re.compile(
   r"\s*\\?(?:\(([A-J])\)\.?|([A-J])[.):](?![\w:])|([A-J])\s+(?=\d))"
-  r"\s*(|(?:[a-z]\s*=|-?[\d\\$.]|[A-Za-z][a-z]).*)",
+  r"[\s~]*(|(?:[a-z]\s*=|-?[\d\\$.]|[A-Za-z][a-z]).*|(?<=[\s~])(?P<formula>-?[a-z(\[{|].*))",
   re.DOTALL,
 )
 # Words after a letter that make a sentence about it, or name another letter. They are no option.
@@ -21,6 +21,9 @@ _SENTENCE = re.compile(
   r"|.*(?-i:\b[A-Jb-j]\b)",
   re.DOTALL | re.IGNORECASE,
 )
+_NONE = re.compile(r"(?:none of (?:these|the above)|not enough information)\W*", re.IGNORECASE)
+_SIGN = re.compile(r"[\d\\^+*/=<>|(\[{_-]")  # A sign of a formula.
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
 _WORDS = re.compile(r"\s*\(?[A-J][).:]\s*(?!is\b)[A-Za-z]{2}")
 
 
@@ -39,8 +42,12 @@ def split(text: str) -> tuple[str, str] | None:
     return None
   letter, option = match[1] or match[2] or match[3], match[4]
   words = TEXT.sub(r"\1", option).strip()
+  if match["formula"] and re.search(r"[A-Za-z]{2}|\b[A-J]\b", _COMMAND.sub(" ", words)):
+    return None  # A remark, or another letter.
+  if match["formula"] and _SIGN.search(words):
+    return letter, option
   if re.match(r"[A-Za-z](?!\s*=)", words):
-    if _SENTENCE.match(words) or DENIAL.search(words):
+    if not _NONE.fullmatch(words) and (_SENTENCE.match(words) or DENIAL.search(words)):
       return None
     option = option if re.search(r"[\\{}$]", option) else rf"\text{{{option}}}"
   return letter, option

@@ -4,6 +4,8 @@ import re
 
 from gspo_jax.verifiers.mathematics.tokens import Token, Unreadable, spell
 
+_INTEGERS = ("mathbbZ", "vecZ", "boldZ", "Z")  # Spellings of the set, by `shape`.
+_BOUNDS = frozenset(["<", ">", "<=", ">=", "!="])
 _RELATIONS = dict(le="<=", ge=">=", ne="!=", approx="~") | {x: x for x in ("=", "<", ">", "in")}
 
 
@@ -76,14 +78,36 @@ def without_reals(tokens: list[Token]) -> list[Token]:
 
 
 def without_integers(tokens: list[Token]) -> list[Token]:
-  r"""Removes the condition ", k \in \mathbb{Z}" after a formula in k."""
-  *before, last = split(tokens)
+  r"""Removes the condition ", k \in \mathbb{Z}" or "(k \in \mathbb{Z})" after a formula in k.
+
+  Inequalities in k alone keep it: the integers above 2 are not all numbers above 2.
+  """
+  plain = _without_last_brackets(tokens)
+  *before, last = split(plain)
   operators, parts = cut(last)
-  if not before or operators != ["in"] or shape(parts[1]) != "mathbbZ":
+  if not before or operators != ["in"] or shape(parts[1]) not in _INTEGERS:
     return tokens
-  formula = tokens[: -len(last) - 1]
-  used = any(t.kind == "letter" and t.text == spell(parts[0]) for t in formula)
-  return formula if used else tokens
+  name, letters = spell(parts[0]), [_letters(part) for part in before]
+  if not any(name in names for names in letters):
+    return tokens
+  bounds = [not _BOUNDS.isdisjoint(cut(part)[0]) for part in before]
+  alone = all(bounds) and all(names == {name} for names in letters)
+  return plain if alone else plain[: -len(last) - 1]
+
+
+def _without_last_brackets(tokens: list[Token]) -> list[Token]:
+  r"""Writes a last condition in brackets, as in x = k\pi (k \in \mathbb{Z}), after a comma."""
+  start = max((i for i, t in enumerate(tokens) if t.text == "("), default=0)
+  inside = tokens[start + 1 : -1]
+  if not start or tokens[-1].text != ")" or cut(inside)[0] != ["in"]:
+    return tokens
+  comma = [] if tokens[start - 1].kind == "separator" else [Token("separator", ",")]
+  return [*tokens[:start], *comma, *inside]
+
+
+def _letters(tokens: list[Token]) -> set[str]:
+  """Returns the letters and words among tokens."""
+  return {t.text for t in tokens if t.kind in ("letter", "word")}
 
 
 def shape(tokens: list[Token]) -> str:

@@ -25,7 +25,7 @@ _TRIG = {
 }  # fmt: skip
 TRIGONOMETRIC = frozenset(_TRIG)
 _INVERSE = {sp.sin: sp.asin, sp.cos: sp.acos, sp.tan: sp.atan, sp.cot: sp.acot}
-_NARY = {"max": sp.Max, "min": sp.Min, "gcd": sp.gcd, "lcm": sp.lcm}
+_NARY = {"max": sp.Max, "min": sp.Min, "gcd": sp.gcd, "lcm": sp.lcm, "abs": sp.Abs}
 _CONSTANTS = {"pi": sp.pi, "infty": sp.oo, "imath": sp.I}
 GREEK = frozenset(
   """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon
@@ -123,12 +123,19 @@ class _Reader:
   def starts_factor(self) -> bool:
     token = self.peek()
     if token.kind == "number":
-      return False  # Neither "3 4" nor 2x3 is a product.
-    if token.kind in ("letter", "word") or token.kind == "open":
+      return self.starts_power()
+    if token.kind in ("letter", "word", "open"):
       return True
     if token.text == "|":
       return not self.bars
     return token.kind == "command" and token.text not in _OPERATORS
+
+  def starts_power(self) -> bool:
+    """Whether a number is a factor, as in n 2^n, 2!3! and 2^4 3^2. "3 4" and 2x3^2 are refused."""
+    before, last = [Token("end", ""), *self.tokens[max(0, self.position - 2) : self.position]][-2:]
+    cross = last.text == "x" and (before.kind in ("number", "close") or before.text == "!")
+    factor = before.text in ("^", "_") or last.kind != "number"
+    return factor and not cross and self.peek(1).text in ("^", "!")
 
   def unary(self):
     if self.accept("-"):
@@ -275,11 +282,8 @@ class _Reader:
     return value
 
   def letter(self, name: str):
-    if name == "e" and name not in self.bound:
-      return sp.E
-    if name == "i" and name not in self.bound:
-      return sp.I
-    return symbol(name)
+    constant = None if name in self.bound else {"e": sp.E, "i": sp.I}.get(name)
+    return constant or symbol(name)
 
   def named(self, name: str):
     """Reads a letter's subscript, primes and arguments."""
@@ -328,21 +332,17 @@ class _Reader:
       return _CONSTANTS[name]
     if name in GREEK:
       return symbol(f"{name}_{self.subscript()}" if self.accept("_") else name)
-    if name == "frac":
-      top = self.argument()
-      return self.divide(top, self.argument())
+    if name in ("frac", "binom"):
+      combine = self.divide if name == "frac" else self.binomial
+      return combine(self.argument(), self.argument())
     if name in ("sqrt", "cbrt"):
       return self.root(sp.Integer(3 if name == "cbrt" else 2))
-    if name == "binom":
-      top = self.argument()
-      return self.binomial(top, self.argument())
     if name in _TRIG or name == "log":
       return self.function(name)
-    if name in _NARY or name in ("abs", "det"):
-      values = list(map(self.inner, split(self.group_tokens() if name != "det" else [])))
-      if name == "abs":
-        return sp.Abs(*values)
-      return _NARY[name](*values) if name in _NARY else self.postfix(self.atom()).det()
+    if name in _NARY:
+      return _NARY[name](*map(self.inner, split(self.group_tokens())))
+    if name == "det":
+      return self.postfix(self.atom()).det()
     if name == "begin":
       return forms.matrix(self)
     if name in ("sum", "prod", "int"):
@@ -392,7 +392,7 @@ class _Reader:
       return self.postfix(self.atom())
     negative = self.accept("-")
     value = self.power()
-    while self.starts_factor() and self.peek().kind != "open":
+    while self.starts_factor() and self.peek().kind not in ("open", "number"):
       token = self.peek()
       if token.kind == "command" and (token.text in _TRIG or token.text == "log"):
         break

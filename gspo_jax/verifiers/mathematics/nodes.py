@@ -49,6 +49,7 @@ class Named:
   value: Any  # Node.
   relation: "Relation | None" = None  # The equation; None if a side cannot be read.
   parameter: str | None = None  # Letter x of a name f(x), else None.
+  names: tuple[str, ...] = ()  # All names of x = y = z = 1; () if there is only one.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -48,6 +48,32 @@ _LABEL = re.compile(
   re.IGNORECASE,
 )
 
+# The end "for all x" of a formula, or "for all positive integers n".
+_EVERY = (
+  r"(?:all|every|any|each)(?: (?:real|positive|natural|non-?negative))*"
+  r"(?: (?:numbers?|integers?|reals))?"
+)
+_FOR_ALL = re.compile(
+  rf"(?:\\text ?\{{[, ]*(?:for|where) {_EVERY} ?\}}|\bfor {_EVERY}|\\forall) ?(?P<letter>[a-z])"
+  r"(?: ?\\in ?\\mathbb ?\{?[RZNQ]\}?(?:[_^]\{?[>0+*]{1,2}\}?)?)? ?$"
+)
+_NOT_REAL = re.compile(r"positive|negative|natural|integer|[ZNQ]|[_^]")
+
+
+def without_quantifier(text: str) -> str:
+  """Removes "for all x" after a formula, and "for all positive integers n" after f(n) = ...
+
+  Conditions such as "for all positive integers k" remain after other formulas, since they may be
+  about a parameter.
+  """
+  text = re.sub(r"\s+", " ", text)
+  match = _FOR_ALL.search(text)
+  letter = match["letter"] if match else ""
+  function = re.match(rf"[ $]*[A-Za-z](?:\({letter}\)|_{letter}|_\{{{letter}\}}) ?=", text)
+  if not match or (_NOT_REAL.search(match[0]) and not function):
+    return text
+  return text[: match.start()].rstrip(" ,")
+
 
 def plain(text: str) -> str:
   """Removes text and style around an answer, and unifies dashes and white space.

@@ -30,6 +30,7 @@ from gspo_jax.verifiers.mathematics.nodes import (
   Scalar,
   Word,
 )
+from gspo_jax.verifiers.mathematics.spelling import without_quantifier
 from gspo_jax.verifiers.mathematics.suffixes import Letters
 from gspo_jax.verifiers.mathematics.tokens import (
   Token,
@@ -53,12 +54,6 @@ _NOTHING = re.compile(
 )
 _EVERYTHING = re.compile(r"(?:all|any|every) (?:real )?(?:numbers?|reals|values?)|all reals")
 _HALF = ("half", "one half", "a half")
-# A suffix "for all x" does not change a formula.
-_EVERY = r"(?:all|every|any|each)(?: real)?(?: numbers?)?"
-_FOR_ALL = re.compile(
-  rf"[,\s]*(?:\\q?quad)?\s*(?:\\text\s*\{{[, ]*(?:for|where) {_EVERY} ?\}}|for {_EVERY}|\\forall)"
-  r"\s*[a-z](?:\s*\\in\s*\\mathbb\s*\{?R\}?)?\s*$"
-)
 
 
 def read(
@@ -86,7 +81,7 @@ def read(
       letter, option = choice
       value = read(option, tight, unit_letters, solve_inequalities) if option else None
       return Choice(letter, value)
-    tokens = tokenise(_FOR_ALL.sub("", text), tight, unit_letters != "variables")
+    tokens = tokenise(without_quantifier(text), tight, unit_letters != "variables")
     return _Structure(unit_letters, solve_inequalities).parse(layout.unwrap(tokens))
   except _REFUSALS as error:
     raise Unreadable(repr(error)) from error
@@ -218,7 +213,9 @@ class _Structure:
     if label or (len(members) == 2 and labels[1] and labels[1] not in names.CONSTANTS):
       value = self.value(members[-1] if label else members[0])
       relation = self.relation(["="], [members[0], members[-1]])
-      return Named(label or labels[1], value, relation, names.parameter(members[0]))
+      several = None not in labels[:-1] and len({*labels[:-1]}) == len(labels) - 1 > 1
+      all_names = tuple(labels[:-1]) if several else ()
+      return Named(label or labels[1], value, relation, names.parameter(members[0]), all_names)
     values = [self.value(member) for member in members]
     if all(isinstance(value, Scalar) for value in values):
       close = operators == ["~"] and len({value.unit for value in values if value.unit}) < 2
@@ -281,7 +278,7 @@ class _Structure:
     """Parses the empty set, or a set such as the real numbers."""
     if [t.text for t in tokens] == ["emptyset"]:
       return Region(sp.S.EmptySet)
-    match = re.fullmatch(r"mathbb([RZNQ])", cuts.shape(tokens))
+    match = re.fullmatch(r"(?:mathbb|vec|bold)([RZNQ])", cuts.shape(tokens))
     return Region(_SETS[match[1]]) if match else None
 
   def bracketed(self, tokens: list[Token]):

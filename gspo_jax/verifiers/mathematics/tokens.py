@@ -60,14 +60,15 @@ _SUBSCRIPTS = re.compile(f"[{''.join(_SUB)}]+")
 # Names of commands, by their other names.
 _ALIASES = _by_spelling("""
   le leq leqslant; ge geq geqslant; ne neq; < lt; > gt; cdot times ast; / div;
-  frac dfrac tfrac cfrac; emptyset varnothing; { lbrace; } rbrace; [ lbrack; ] rbrack; ( lparen;
+  frac dfrac tfrac cfrac; emptyset varnothing; cup bigcup; cap bigcap;
+  setminus backslash smallsetminus; { lbrace; } rbrace; [ lbrack; ] rbrack; ( lparen;
   ) rparen; | lvert rvert vert mid lVert rVert Vert; and land wedge; or lor vee;
   binom dbinom tbinom; arccot arcctg; tan tg; cot ctg; log lg; arcsin asin; arccos acos;
   arctan atan; circ degree degrees; infty inf infinity oo; ' prime;
   vec overrightarrow; bold mathbf boldsymbol bm pmb; phi varphi; epsilon varepsilon;
   ldots dots cdots dotsb dotsc dotsm; langle lang; rangle rang; to rightarrow;
   approx simeq thickapprox
-""") | {"R": "mathbb R"}
+""") | {name: f"mathbb {name}" for name in "RZNQ"}
 _KINDS = (  # Kinds of tokens, by character or command.
   dict.fromkeys(["(", "[", "{", "langle", "lfloor", "lceil"], "open")
   | dict.fromkeys([")", "]", "}", "rangle", "rfloor", "rceil"], "close")
@@ -118,6 +119,7 @@ _COMMAS = re.compile(rf"[1-9]\d{{0,2}}(?:(?:,|{_TYPESET})\d{{3}})+(?!\d)(?:\.\d+
 _DOUBLED = re.compile(
   r"(?<!\\)\\\\(?=(?:left|right|[dtc]?frac|sqrt|pi|infty|text|cdot|times|cup|leq?|geq?|pm)(?![a-zA-Z]))"
 )
+_NOT_EQUAL = re.compile(r"\\not\s*(?==)")
 _COMMAND = re.compile(r"\\([a-zA-Z]+|.)", re.DOTALL)
 _SIGNS = ("=", "<", ">", "le", "ge", "ne", "in", "approx")
 _RUN = re.compile(r"[A-Za-z]+")
@@ -137,6 +139,7 @@ def tokenise(text: str, tight: bool = True, lone: bool = False) -> list[Token]:
     Unreadable: the text ends with a backslash.
   """
   text = _DOUBLED.sub(r"\\", _to_ascii(spelling.plain(text)))
+  text = _NOT_EQUAL.sub("!", text)
   tokens = list(_tokenise(_RATE.sub(_rate, _ROMAN.sub(_roman, text)), tight, lone))
   parts, depth = [[]], 0
   for token in tokens:

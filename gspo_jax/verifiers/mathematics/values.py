@@ -26,7 +26,7 @@ def power(base, exponent):
     Unreadable: the power is too large, or the exponent of a matrix is no small integer.
   """
   if isinstance(base, sp.MatrixBase):
-    if exponent == sp.Symbol("T", commutative=False) or exponent == sp.Symbol("top", real=True):
+    if exponent in (sp.Symbol("T", commutative=False), sp.Symbol("\\top", real=True)):
       return base.T
     if not (exponent.is_Integer and abs(exponent) <= 20):
       raise Unreadable("a power of a matrix")

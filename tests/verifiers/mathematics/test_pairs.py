@@ -147,6 +147,14 @@ def test_no_inequality_is_solved_for_a_number(answer):
   assert outcome("5", answer) is Outcome.WRONG
 
 
+@pytest.mark.parametrize("gold", [r"|((x^8-3)^8-5)^{16}-7|", "|x-10^8|+9^x"])
+def test_points_between_kinks_are_bounded(gold):
+  assert outcome("|x|", "x") is Outcome.WRONG  # SymPy is imported
+  answer = gold + "+(x+1)^2-x^2-2x-1"
+  assert seconds(lambda: outcome(gold, answer), ()) < 2
+  assert outcome(gold, answer) is Outcome.RIGHT
+
+
 def test_a_gold_answer_that_cannot_be_read_is_no_verdict(verifier):
   answers = verifier.score([r"\boxed{5}", r"\boxed{@ # @}"], ["@ # @", "@ # @"])
   assert answers == [Outcome.CRASH, Outcome.RIGHT]
