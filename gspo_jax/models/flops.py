@@ -131,6 +131,8 @@ def forward_flops(
     prompt_B: length of each response's prompt.
     end_B: number of tokens of prompt and response together.
   """
+  # Products with lengths in int32 would overflow.
+  prompt_P, prompt_B, end_B = (np.asarray(x, np.int64) for x in (prompt_P, prompt_B, end_B))
   prompts, responses = work(config, 1, prompt_P, prompt_P), work(config, 1, end_B - prompt_B, end_B)
   return float(np.sum(prompts.forward() - prompts.head) + np.sum(responses.forward()))
 

@@ -3,10 +3,11 @@
 import dataclasses
 
 import numpy as np
+import pytest
 
 from gspo_jax.models import flops
 from gspo_jax.settings.model_groups import LinearConfig
-from gspo_jax.settings.sizes import tiny_gemma
+from gspo_jax.settings.sizes import PUBLISHED, tiny_gemma
 
 
 def test_local_layers_see_their_window_and_no_more():
@@ -19,6 +20,14 @@ def test_local_layers_see_their_window_and_no_more():
   # As utilisation asks: of many lengths at once.
   lengths = np.array([20, 3])
   assert flops.work(config, 1, lengths, lengths).attention[0] == products * pairs
+
+
+def test_lengths_of_a_rollout_do_not_overflow():
+  config = PUBLISHED["Qwen3-8B"]
+  prompt_B, end_B = np.full(8, 1024, np.int32), np.full(8, 20_000, np.int32)  # As in `Rollout`.
+  prompt, response = flops.work(config, 1, 1024, 1024), flops.work(config, 1, 18_976, 20_000)
+  expected = prompt.forward() - prompt.head + 8 * response.forward()
+  assert flops.forward_flops(config, prompt_B[:1], prompt_B, end_B) == pytest.approx(expected)
 
 
 def test_linear_layers_have_states_and_chunks_instead_of_pairs():
