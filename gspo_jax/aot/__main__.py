@@ -119,7 +119,7 @@ def main(argv: list[str]) -> None:
       raise ValueError(
         f"--json={_JSON.value}: {Path(_JSON.value).parent} is no directory; create it"
       )
-    require_one_mesh(config)
+    check_config(config)
     case = make_case(
       config,
       _SEQUENCES.value,
@@ -152,8 +152,16 @@ def main(argv: list[str]) -> None:
     sys.exit(f"gspo_jax.aot: does not fit {_TOPOLOGY.value}: {'; '.join(failed)}")
 
 
-def require_one_mesh(config: configuration.RunConfig) -> None:
-  """Raises ValueError for a rollout mesh, since programs are compiled for one mesh."""
+def check_config(config: configuration.RunConfig) -> None:
+  """Raises ValueError for a job without iterations of RL, and for a rollout mesh.
+
+  The compiled programs are those of an iteration, all for one mesh.
+  """
+  if not config.has_iterations:
+    raise ValueError(
+      f"job={config.job!r} has no iterations, whose programs this command compiles; `python -m "
+      "gspo_jax.main --dry_run --topology=...` estimates the memory of this job"
+    )
   if config.rollout_mesh.enabled:
     raise ValueError(
       f"rollout_mesh={dataclasses.asdict(config.rollout_mesh)}: this command compiles for one mesh."
@@ -244,7 +252,7 @@ def report(case: Case, topology: str, names: list[str], slices: int) -> list[dic
         Path(_TEXT.value, f"{name}.txt").write_text(compiled.text)
       rows.append(row)
   by_name = {row["program"]: row for row in rows if "bound_s" in row}
-  if by_name.keys() >= set(PROGRAMS):
+  if by_name.keys() >= set(PROGRAMS) and len(by_name) == len(rows):
     estimated = iteration.estimate(case, mesh, num_chips, by_name)
     for line in iteration.lines(estimated, case):
       print_line(line)

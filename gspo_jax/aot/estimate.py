@@ -236,8 +236,16 @@ def _decode(case: Case, mesh: jax.sharding.Mesh) -> float:
 
 
 def filled_cache(case: Case, mesh: jax.sharding.Mesh) -> float:
-  """Bytes of keys and values read by a decode step, per device."""
-  return _slots(case, mesh) * case.filled * position_bytes(case, mesh)
+  """Bytes of keys and values read by a decode step, per device.
+
+  A layer with a sliding window reads the window alone.
+  """
+  model, layers = case.model, range(case.model.num_layers)
+  local = [model.is_local(layer) for layer in layers if not model.is_linear(layer)]
+  near = min(case.filled, model.sliding_window) if any(local) else case.filled
+  share = sum(local) / max(len(local), 1)
+  positions = share * near + (1 - share) * case.filled
+  return _slots(case, mesh) * positions * position_bytes(case, mesh)
 
 
 def _slots(case: Case, mesh: jax.sharding.Mesh) -> float:

@@ -20,6 +20,7 @@ from gspo_jax.aot.programs import Case
 from gspo_jax.aot.table import axes
 from gspo_jax.inputs import Inputs
 from gspo_jax.inputs.devices import workloads
+from gspo_jax.learner.state import TrainState, state_of_phase
 from gspo_jax.models import flops, head, remat, transformer
 from gspo_jax.runs import provenance
 from gspo_jax.settings import passes
@@ -36,6 +37,8 @@ ALL = 2  # Activations saved without remat, relative to remat="both".
 # Arrays of equal size in memory at the same time. For parameters: gradients, their sum over
 # micro-batches, and the update. For logits: the logits, their softmax, and its gradient.
 COPIES = 3
+# Moments of the estimate.
+UPDATE, COLD_START = "in an update", "in an update of the cold start"
 
 
 def lines(inputs: Inputs, rewards: Sequence[str] = (), topology: str = "") -> list[str]:
@@ -76,10 +79,11 @@ def lines(inputs: Inputs, rewards: Sequence[str] = (), topology: str = "") -> li
     programs.resolve_remat(programs.make_case(config), inputs.meshes.trainer), inputs, devices[0]
   )
   example, extra = ("h100:8", "aot-cuda") if devices[0].platform == "gpu" else ("v5p:4x4x4", "tpu")
-  text.append(
-    f"  python -m gspo_jax.aot --config=... --topology={topology or example} prints the compiler's "
-    f"own figures (pip install -e '.[{extra}]')"
-  )
+  if config.has_iterations:
+    text.append(
+      f"  python -m gspo_jax.aot --config=... --topology={topology or example} prints the "
+      f"compiler's own figures (pip install -e '.[{extra}]')"
+    )
   if "sft" in config.job:
     tokens = config.sft.batch * config.sft.max_tokens
     text.append(
@@ -127,6 +131,8 @@ def first_problem(inputs: Inputs, rewards: Sequence[str]) -> list[str]:
       text.append(f"  the environment fails on {turn}: it {answer.failure}")
     else:
       verb = "ends" if answer.over else "answers:"
+      if answer.over and not answer.done:
+        verb = "its answer does not fit into sampling.max_new_tokens, which ends the conversation"
       text.append(f"  on {turn} the environment gives {answer.reward:g} and {verb}")
       text += quoted(answer.observation) if answer.observation else []
   return text
@@ -151,26 +157,13 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
     if c.has_iterations:
       for name, params in programs.frozen_params(case, inputs.teacher, mesh).items():
         lasting[f"the {name}'s weights"] = device_bytes(params)
-    batches = [(case.rows, case.length)] if c.has_iterations else []
-    if "sft" in c.job:
-      batches.append((c.sft.batch // c.sft.microbatches, c.sft.max_tokens))
-    rows, length = max(batches, key=math.prod)
-    shards = sharding.batch_shards(mesh)
-    activations = activation_bytes(case, mesh) * rows * length / shards
-    if c.compute.remat == "none":
-      activations *= ALL
-    positions = rows * min(c.compute.logits_chunk or length, length) / shards
-    logits = 4 * positions * c.model.vocab_size / mesh.shape["tensor"]
-    with use_mesh(mesh):
-      prefetched = remat.prefetched(c.model, c.compute)
-    update = {
-      "gradients, their sum and the update": COPIES * device_bytes(trained_params(state)),
-      f"activations (remat {c.compute.remat})": activations,
-      "logits, their softmax and its gradient": COPIES * logits,
-    }
-    if prefetched:
-      update["the experts' gathered weights (compute.prefetch)"] = prefetched
-    moments = {"in an update": lasting | update}
+    moments = {}
+    if c.has_iterations:
+      moments[UPDATE] = lasting | update_memory(case, state, mesh, case.rows, case.length)
+    if "sft" in c.job:  # It trains all parameters, even if RL trains adapters.
+      cold = state_of_phase(c, "sft", mesh)
+      parts = update_memory(case, cold, mesh, c.sft.batch // c.sft.microbatches, c.sft.max_tokens)
+      moments[COLD_START] = {"weights and the optimizer's moments": device_bytes(cold)} | parts
     if c.has_iterations:
       if c.rollout_mesh.enabled:
         # Maximum number of newer versions of the weights that arrive while an old version samples.
@@ -189,13 +182,45 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
   return text
 
 
+def update_memory(
+  case: Case, state: TrainState, mesh: jax.sharding.Mesh, rows: int, length: int
+) -> dict[str, float]:
+  """Estimates the temporary arrays of an update, in bytes of a device by name.
+
+  Args:
+    case: configuration with a resolved `compute.remat`.
+    state: state that the update trains.
+    mesh: mesh of the updates.
+    rows: sequences of a micro-batch.
+    length: tokens of a sequence.
+  """
+  c, shards = case.config, sharding.batch_shards(mesh)
+  activations = activation_bytes(case, mesh) * rows * length / shards
+  if c.compute.remat == "none":
+    activations *= ALL
+  positions = rows * min(c.compute.logits_chunk or length, length) / shards
+  logits = 4 * positions * c.model.vocab_size / mesh.shape["tensor"]
+  with use_mesh(mesh):
+    prefetched = remat.prefetched(c.model, c.compute)
+  parts = {
+    "gradients, their sum and the update": COPIES * device_bytes(trained_params(state)),
+    f"activations (remat {c.compute.remat})": activations,
+    "logits, their softmax and its gradient": COPIES * logits,
+  }
+  if prefetched:
+    parts["the experts' gathered weights (compute.prefetch)"] = prefetched
+  return parts
+
+
 def _amount(moment: str, needed: float, limit: float | None) -> str:
   """Returns the needed memory as text, with a remedy above the limit."""
   text = f"{needed / GIB:,.3g}" + (f" of {limit / GIB:,.1f} GiB" if limit else " GiB")
   if not limit or needed <= limit:
     return text
-  if moment == "in an update":
-    return f"{text}; too much: raise microbatches or mesh.fsdp, or set lora.rank"
+  if moment == COLD_START:
+    return f"{text}; too much: raise sft.microbatches or mesh.fsdp"
+  if moment == UPDATE:
+    return f"{text}; too much: raise rl.microbatches or mesh.fsdp, or set lora.rank"
   return f"{text}; too much: lower engine.slots or engine.cache_tokens"
 
 

@@ -312,7 +312,8 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
   if name == "decode":
     sampled = dict(steps=engine.steps, sampling=workload.sampling, width=workload.support)
     step = functools.partial(slots.decode, **sampled, **options)
-    work = flops.work(case.model, size.slots, engine.steps, size.window, decoding=True)
+    keys = size.window if sharding.platform() == "gpu" else round(case.filled)
+    work = flops.work(case.model, size.slots * engine.steps, 1, keys, decoding=True)
     arguments = params, state, shaped((size.slots,), jnp.int32, mesh, P())
     # Mean number of a device's slots that take a new prefix in a step. A slot takes one prefix per
     # response.

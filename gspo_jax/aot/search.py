@@ -169,11 +169,28 @@ def find_rejection(search: Search, name: str) -> str:
       finer = case.microbatches > compiled.microbatches and not case.packed
       if finer and changed(case, compiled.microbatches) == compiled:
         return f"gathers weights more often than {other}, which fits"
-    elif not row.get("of_kernel") and least.memory >= search.least[other].memory:
+    elif not row.get("of_kernel") and _is_no_smaller(case, least, compiled, search.least[other]):
       return f"needs at least {least.memory / GIB:.1f} GiB, no less than {other}, which did not fit"
   if least.bound_s > (1 - MIN_GAIN) * best:
     return f"takes at least {least}; the best so far takes {best:.3g} s"
   return ""
+
+
+def _is_no_smaller(
+  case: Case, least: estimate.LowerBounds, other: Case, least_of_other: estimate.LowerBounds
+) -> bool:
+  """Whether a candidate takes at least the memory of another one.
+
+  The bounds include neither chunks nor XLA's options, and no remat has the bound of "both".
+  """
+  ours, theirs = case.config.compute, other.config.compute
+  chunks = ((c.expert_chunk or math.inf, c.logits_chunk or math.inf) for c in (ours, theirs))
+  return (
+    least.memory >= least_of_other.memory
+    and all(chunk >= before for chunk, before in zip(*chunks, strict=True))
+    and (ours.xla, ours.prefetch) == (theirs.xla, theirs.prefetch)
+    and (theirs.remat != "none" or ours.remat == "none")
+  )
 
 
 def find(

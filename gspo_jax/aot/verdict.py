@@ -37,14 +37,19 @@ def lines(
   large = [row["program"] for row in rows if not row["fits"]]
   if large:
     text = f"verdict: {topology} is too small for {', '.join(large)}"
-    change = smaller(large, case, shards)
+    # Beside arrays that already exceed the memory, no smaller program fits.
+    overfull = any(row.get("held_gib", 0) > row["hbm_gib"] for row in rows if not row["fits"])
+    change = "" if overfull else smaller(large, case, shards)
     if not change:
       return [text, "next: take a larger topology"]
     return [text, f"next: {_command(arguments, change)}"]
   text = _fit_lines(rows, topology)
   if not any("binds" in row for row in rows):
     unknown = "bound: unknown, since times on GPUs have to be measured"
+    if not case.configured or case.one_batch:  # A run has another batch.
+      return [*text, unknown, f"next: {_command(_drop(arguments, 'sequences', 'length'))}"]
     flags = [x for x in _with_values(arguments) if x.lstrip("-").startswith("config")]
+    flags += [f"--config.engine.slots={case.slots}"] * bool(case.slots)
     run = shlex.join(["python", "-m", "gspo_jax.main", *flags, "--workdir=DIR"])
     fraction = f"XLA_PYTHON_CLIENT_MEM_FRACTION={GPU_FRACTION:g}"  # As compiled.
     return [*text, unknown, f"next, on {topology}: {fraction} {run}"]

@@ -145,6 +145,9 @@ def _plain(record: Row) -> Row:
   """Returns a record's fields for the page, without tokens and log-ratios."""
   fields = ((name, record.get(name)) for name in SAMPLE_FIELDS)
   sample = {name: v for name, v in fields if isinstance(v, str) or _finite(v)}
+  if reason := record.get("unknown"):  # Evaluations log such a response with the reward 0.
+    sample.pop("reward", None)
+    sample["unknown"] = _shorten(as_text(reason), 200)
   if rendered := _rendered(record):
     sample["rendered"] = rendered
   if turns := _turns(record):

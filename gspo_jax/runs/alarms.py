@@ -135,7 +135,7 @@ ALARMS = {
     "objective.old_logp=behaviour and objective.correction.name=masked, each iteration needs a "
     "forward pass, and responses outside the range of the correction are masked.",
     "clip_fraction/sequence",
-    "docs/sampling.md#rollouts-in-eight-bits",
+    "docs/objectives.md#which-old-log-probs-which-range",
   ),
   "mismatch_tail": Alarm(
     "For more than a tenth of the tokens, probabilities of sampler and trainer differ by a factor "
@@ -144,7 +144,7 @@ ALARMS = {
     "engine.cache_dtype). If they are equal already, sampler and trainer compute different models: "
     "compare their weights and tokens.",
     "mismatch/tail",
-    "docs/sampling.md#rollouts-in-eight-bits",
+    "docs/sampling.md#log-probabilities",
   ),
   "ratio_tail": Alarm(
     "Updates have changed the probability of more than a tenth of the tokens by a factor above 2.",

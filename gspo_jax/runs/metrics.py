@@ -304,9 +304,11 @@ def graded_reward(row: Row, prefix: str) -> float | None:
 
   prefix: first part of the names of the evaluation's metrics.
   """
-  accuracy, reward = (row.get(prefix + name, math.nan) for name in ("accuracy", "reward/mean"))
+  accuracy, reward = (row.get(prefix + name) for name in ("accuracy", "reward/mean"))
+  if accuracy is None or reward is None:
+    return None
   # Responses without a verdict count as wrong in the accuracy. The mean reward excludes them.
-  judged = 1 - row.get(f"{prefix}verifier/unknown", 0)
+  judged = 1 - (row.get(f"{prefix}verifier/unknown") or 0)
   return reward if abs(reward * judged - accuracy) >= 1e-3 else None
 
 

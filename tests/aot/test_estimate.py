@@ -10,6 +10,7 @@ from configs import moe_aime
 from gspo_jax import sharding
 from gspo_jax.aot import estimate, programs
 from gspo_jax.configs import common
+from gspo_jax.models import flops
 from gspo_jax.models.attention import cache as kv_cache
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.model import ModelConfig
@@ -45,6 +46,24 @@ def test_a_decode_step_reads_weights_and_the_filled_cache_once(mesh):
   assert 500 + 4096 < spec.filled < 500 + 8192
   twice = estimate.needed("decode", case(slots=128, mean_response=8192, mean_prompt=500), mesh)
   assert twice > estimate.needed("decode", spec, mesh) + cache
+
+
+def test_a_layer_with_a_window_reads_the_window_alone(mesh):
+  spec = case(slots=64, mean_response=8192)
+  windows = dict(sliding_window=1024, sliding_window_pattern=4)
+  model = dataclasses.replace(spec.model, **windows)  # Every fourth layer sees all positions.
+  local = dataclasses.replace(spec, config=dataclasses.replace(spec.config, model=model))
+  positions = 3 / 4 * 1024 + spec.filled / 4
+  expected = positions / spec.filled * estimate.filled_cache(spec, mesh)
+  assert estimate.filled_cache(local, mesh) == pytest.approx(expected)
+
+
+def test_a_decode_program_has_the_operations_of_the_filled_cache(mesh):
+  spec = case(slots=64, mean_response=8192)
+  with jax.set_mesh(mesh):
+    decode = programs.sampling_program("decode", spec, mesh, programs.sampler_params(spec, mesh))
+  step = flops.work(spec.model, 64, 1, round(spec.filled), decoding=True).forward()
+  assert decode.work.forward() == decode.steps * step
 
 
 def test_an_update_needs_state_weights_activations_and_gradients(mesh):

@@ -89,6 +89,24 @@ def test_what_cannot_fit_or_did_not_fit_with_less_is_not_compiled():
   )
 
 
+@pytest.mark.parametrize(
+  "smaller",
+  [
+    dict(logits_chunk=8),
+    dict(expert_chunk=256),
+    dict(xla="sparsecore"),
+    dict(remat="attention"),  # No remat has the bound of "both".
+  ],
+)
+def test_settings_outside_the_bound_may_take_less_memory(smaller):
+  first = dict(expert_chunk=0, logits_chunk=0, remat="none")
+  cases = [start(**first), start(**first | smaller)]
+  results = iter([row(fits=False), row(1.0)])
+  candidates = search.Search("train", 10 * GIB)
+  search.compile_best(candidates, [cases], lambda _: least(), lambda _: next(results), 2)
+  assert candidates.best == cases[1]
+
+
 def test_a_kernel_without_vector_memory_says_nothing_about_a_chips_memory():
   bounds = {1: least(1.0, gib=8.0), 2: least(1.1, gib=9.0)}
   candidates, compiled = searched(bounds, {1: row(fits=False) | dict(of_kernel=True), 2: row(1.4)})

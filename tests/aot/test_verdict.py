@@ -43,6 +43,23 @@ def test_programs_that_fit_have_room_bounds_and_a_search():
   assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 python" in after
 
 
+def test_a_run_on_gpus_has_the_compiled_slots_and_batch():
+  def next_command(*options, **changes):
+    case = make_case(config_of(common.base), **changes)
+    *_, command = verdict.lines([row("train", 13.0)], case, "a100-40:1", 1, [*ARGUMENTS, *options])
+    return command
+
+  run = next_command("--slots=16", slots=16)
+  assert run.endswith("gspo_jax.main '--config=own file.py' --config.engine.slots=16 --workdir=DIR")
+  compiled = next_command("--slots=16", "--sequences=2", slots=16, sequences=2)
+  assert compiled == f"{COMMAND} --slots=16"  # The run's batch was not compiled.
+
+
+def test_no_change_helps_if_the_arrays_beside_a_program_do_not_fit():
+  large = row("score", 2.0, fits=False, held_gib=40.0)
+  assert verdict_of(large)[-1] == "next: take a larger topology"
+
+
 @pytest.mark.parametrize(
   "program, changes, shards, command",
   [

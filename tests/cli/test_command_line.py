@@ -253,7 +253,7 @@ def test_a_dry_run_refuses_what_a_run_refuses(run_forked, tmp_path):
     ),
     (
       "h100:1 --config.rl.prompts=200000",
-      r"GiB; too much: raise microbatches or .*\n(.*\n)*.* GiB; too much: lower engine\.slots or",
+      r"GiB; too much: raise rl\.microbatches .*\n(.*\n)*.* GiB; too much: lower engine\.slots or",
     ),
     ("v5p:4x4x12", "do not divide over"),
     ("v5e:3x3", "--topology=v5e:3x3: a side of a slice is 1, 2, or a multiple of 4"),
@@ -347,6 +347,7 @@ def test_the_compiler_says_what_is_wrong_in_one_line(run_forked, tmp_path):
       (["--config=tiny", f"--{name}=0"], f"--{name}=0: 0 is not a positive integer")
       for name in ("slices", "tries")
     ),
+    (["--config=eval_suite"], r"job='eval' has no iterations, .*--dry_run --topology"),
     (["--config=tiny", "--config.rollout_mesh.fsdp=2"], r"rollout_mesh=\{.*'fsdp': 2.*=train,"),
   ):
     done = run_forked("gspo_jax.aot", *flags, cwd=tmp_path)
@@ -428,6 +429,15 @@ def test_its_memory_is_that_of_a_device():
   assert gib(split, state) == pytest.approx(gib(whole, state) / 8, rel=0.05)
   adapters = printed(tiny.get_config, mesh__data=8, mesh__fsdp=1, lora__rank=2)
   assert gib(adapters, "gradients") < gib(whole, "gradients") / 10
+
+
+@pytest.mark.parametrize("job", ["sft", "sft+rl"])
+def test_a_cold_start_trains_all_parameters(job):
+  meshes = dict(mesh__data=8, mesh__fsdp=1)
+  update = printed(tiny.get_config, lora__rank=2, **meshes).split("in an update of the cold")[1]
+  text = printed(tiny.get_config, lora__rank=2, job=job, **meshes).split("of the cold start")[1]
+  assert gib(text, "weights and the") == pytest.approx(3 * 4 * parameters([]) / 2**30, rel=0.02)
+  assert gib(text, "gradients") == gib(update, "gradients")
 
 
 def test_a_critic_is_in_its_memory_and_its_operations():

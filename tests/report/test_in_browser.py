@@ -439,6 +439,15 @@ def test_responses_to_a_prompt_are_side_by_side(tab, run_page):
   assert len(tops) == 4 and len(set(tops[:3])) == 1
 
 
+def test_the_mean_of_a_group_is_over_responses_with_a_verdict(tab, tmp_path):
+  rewards = (1.0, {}), (1.0, {}), (None, dict(unknown="crash: it died"))
+  samples = [cases.record(10, 1, i, reward=r, **more) for i, (r, more) in enumerate(rewards)]
+  samples += [cases.record(10, 2, 0, reward=None, unknown="crash: it died")]
+  tab.open(write_report(cases.write(tmp_path, [], [("rl", 10, samples)])), "#responses")
+  assert sorted(tab.texts(".meta.mean")) == ["mean 1", "mean –"]
+  assert sum("no verdict: crash: it died" in text for text in tab.texts(".flag")) == 2
+
+
 def test_the_stages_of_an_iteration_are_a_timeline(tab, run_page, comparison_page):
   tab.open(run_page, "#speed")
   assert tab.texts(".which") == [

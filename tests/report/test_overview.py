@@ -58,7 +58,7 @@ def test_learning_is_judged_by_all_benchmarks(aime, math, state):
   assert learning["because"].startswith("aime" if state == "open" else "math")
 
 
-@pytest.mark.parametrize("reward, shown", [(0.3, []), (0.7, [0.7])])
+@pytest.mark.parametrize("reward, shown", [(0.3, []), (0.7, [0.7]), (None, [])])
 def test_graded_rewards_are_beside_the_accuracy(reward, shown):
   rows = [rl(0, **eval_keys(0.3), **{"eval/reward/mean": reward}), rl(1)]
   facts = answers(rows)[0]["facts"]

@@ -49,6 +49,12 @@ def test_prompts_of_two_benchmarks_with_one_id_stay_apart(tmp_path):
   assert [(g["benchmark"], g["samples"][0]["response"]) for g in groups] == [*zip(names, names)]
 
 
+def test_a_response_without_a_verdict_has_a_reason_instead_of_a_reward(tmp_path):
+  unknown = record(1, 1, 0, reward=0.0, eval=True, unknown="timeout: 1 s")
+  _, (sample,) = read_records(tmp_path, [unknown], 10)
+  assert "reward" not in sample and sample["unknown"] == "timeout: 1 s"
+
+
 def test_what_would_not_be_seen_is_spelled_out(tmp_path):
   tokens = ["a\u202eb", "\x1b[2J\t\n", "\u2066 é \ud800\u200b"]
   visible = ["a\\u202eb", "\\x1b[2J\t\n", "\\u2066 é \\ud800\\u200b"]

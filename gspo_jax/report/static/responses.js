@@ -73,8 +73,11 @@ function responses() {
         group.rendered.toLowerCase().includes(query));
   }
 
-  const mean = (group) =>
-    group.samples.reduce((sum, s) => sum + (s.reward || 0), 0) / group.samples.length;
+  // Null if no response has a verdict.
+  function mean(group) {
+    const known = group.samples.map((s) => s.reward).filter((r) => r != null);
+    return known.length ? known.reduce((a, b) => a + b) / known.length : null;
+  }
 
   function select() {
     const keep = keeps();
@@ -87,8 +90,9 @@ function responses() {
       if (samples.length) found.push({ group, samples, mean: mean(group) });
     }
     if (state.order === "new") found.sort((a, b) => b.group.step - a.group.step);
-    if (state.order === "low") found.sort((a, b) => a.mean - b.mean);
-    if (state.order === "high") found.sort((a, b) => b.mean - a.mean);
+    const sign = { low: 1, high: -1 }[state.order];
+    const rank = (x) => (x.mean == null ? Number.MAX_VALUE : sign * x.mean);
+    if (sign) found.sort((a, b) => rank(a) - rank(b));
     return found;
   }
 
@@ -137,7 +141,8 @@ function responses() {
       sample[name] == null ? null : make("span.cell", { "data-label": label }, show(sample[name])),
     );
     const odd = !/^(stop|eos)$/.test(sample.stop_reason || "stop") && sample.stop_reason;
-    const flags = [sample.clipped && "clipped", sample.truncated ? "truncated" : odd];
+    const unknown = sample.unknown && `no verdict: ${sample.unknown}`;
+    const flags = [sample.clipped && "clipped", sample.truncated ? "truncated" : odd, unknown];
     const pill = make(
       `span.pill.${grade(sample.reward)}`,
       { title: "reward" },
