@@ -158,8 +158,8 @@ def without_mesh() -> bool:
 
 def platform() -> str:
   """Returns "cpu", "tpu" or "gpu" for the mesh. If no mesh is set, this is JAX's default."""
-  device = jax.sharding.get_abstract_mesh().abstract_device
-  return jax.default_backend() if device is None else device.platform
+  device = jax.sharding.get_abstract_mesh().abstract_device or jax.config.jax_default_device
+  return getattr(device, "platform", device) or jax.default_backend()
 
 
 def device_kind() -> str:

@@ -32,7 +32,7 @@ def embed(params: Any, tokens_BT: jax.Array, dtype: Any) -> jax.Array:
     row_BT = tokens_BT
     if "tensor" in split:
       row_BT = row_BT - V * sharding.axis_index("tensor")
-    x_BTD = table_VD.at[jnp.clip(row_BT, 0, V - 1)].get(mode="promise_in_bounds")
+    x_BTD = jnp.asarray(table_VD).at[jnp.clip(row_BT, 0, V - 1)].get(mode="promise_in_bounds")
     if "tensor" in split:
       x_BTD = jnp.where(((row_BT >= 0) & (row_BT < V))[..., None], x_BTD, 0)
     x_BTD = x_BTD.astype(dtype)

@@ -78,7 +78,7 @@ def apply(
 
   # A scan updates carried caches in place. As inputs and outputs, caches would exist twice.
   carry = x_BTD, tuple(kvs), gathered
-  indices = [np.arange(len(stack.layers)) for stack in scan.stacks]
+  indices = [np.arange(len(stack.layers), dtype=np.int32) for stack in scan.stacks]
   inputs = [*zip(indices, weights, _split_experts(replayed_experts_lBTk, scan), strict=True)]
   for i, stack in enumerate(scan.stacks):
     if len(stack.layers) > scan.steps:

@@ -30,10 +30,16 @@ Norm = Callable[[jax.Array, jax.Array, float], jax.Array]  # (x, scale, eps) -> 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
   """x / sqrt(mean x² + eps) · scale, with the mean in float32.
 
-  The normalised x is rounded to x's dtype before it is scaled, as in Hugging Face.
+  The normalised x is rounded to x's dtype before it is scaled, as in most models of Hugging Face.
   """
   normalised, scale = _normalised(x, eps).astype(x.dtype), _last_axis(scale.astype(x.dtype), x)
   return with_each_token(jnp.multiply, normalised, scale)
+
+
+def rms_norm_rounded_once(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+  """x / sqrt(mean x² + eps) · scale, computed in float32 and rounded once."""
+  scale = _last_axis(scale.astype(x.dtype), x).astype(jnp.float32)
+  return _with_vector(jnp.multiply, _normalised(x, eps), scale).astype(x.dtype)
 
 
 def rms_norm_around_one(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:

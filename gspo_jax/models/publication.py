@@ -77,6 +77,7 @@ def in_eight_bits(params: Any, model: ModelConfig) -> Any:
     return quantise(x, dtype.inputs) if is_int8(dtype) and not is_int8(x) else x
 
   dtypes = weights.dtypes(transformer.sampler_table(model, "int8"), jnp.float32)
+  params = _map_weights(lora.dithered, params)  # Merges adapters.
   return jax.tree.map(narrow, params, dtypes, is_leaf=is_int8)
 
 

@@ -169,7 +169,12 @@ def forward(
     routing: int32 [MoE layers, B, T, k], experts to replay; -1 keeps the router's choice. None
       means no replay.
     compute: dtype and implementations.
+
+  Raises:
+    ValueError: the parameters are on a mesh, and no mesh is set.
   """
+  if sharding.without_mesh() and not jax.typeof(params.embed).sharding.mesh.empty:
+    raise ValueError("the parameters are on a mesh: call this under jax.set_mesh(mesh)")
   B, T = tokens_BT.shape
   from_start = positions is None  # If so, the cache has no earlier tokens.
   if positions is None:

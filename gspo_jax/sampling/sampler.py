@@ -1,6 +1,7 @@
 """Sampling of tokens from logits, with their log-probabilities."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -140,7 +141,8 @@ def sample(
   if config.temperature > 0:
     keys_B = jax.vmap(jax.random.fold_in)(keys_B, position_B)
     # Gumbel noise with exact tails down to probability 2^-64.
-    noise_BX = jax.vmap(lambda key: jax.random.gumbel(key, (J + W,), mode="highest"))(keys_B)
+    gumbel = functools.partial(jax.random.gumbel, shape=(J + W,), dtype=jnp.float32, mode="highest")
+    noise_BX = jax.vmap(gumbel)(keys_B)
     block_B = jnp.argmax(mass_BJ + noise_BX[:, :J], axis=-1)
     row_BW = _row(masked_BJW, block_B)
     column_B = jnp.argmax(row_BW + noise_BX[:, J:], axis=-1)

@@ -6,6 +6,7 @@ rows beyond the original context. `pytest -m families` has the rest: meshes, pac
 
 import copy
 import dataclasses
+import importlib
 import importlib.util
 import json
 import math
@@ -420,6 +421,28 @@ def test_weights_that_rounding_would_change_are_float32_in_every_file(case, tmp_
   exact = {name for name, array in saved.items() if array.dtype == np.float32}
   assert exact == {name for name in saved if name.endswith(EXACT)}
   assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
+  read, _ = hf.load(tmp_path, dtype=jnp.bfloat16)
+  hf.save(tmp_path / "again", read, case.config)
+  for name, array in tensors(tmp_path / "again").items():
+    assert array.dtype == saved[name].dtype
+    np.testing.assert_array_equal(array, saved[name])
+
+
+NORMS = dict(qwen3=("qwen3", "Qwen3"), olmo=("olmo2", "Olmo2"), gpt_oss=("gpt_oss", "GptOss"))
+
+
+@pytest.mark.parametrize("family", NORMS)
+def test_norms_round_as_those_of_transformers(family):
+  module, prefix = NORMS[family]
+  module = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+  theirs = getattr(module, f"{prefix}RMSNorm")(256, eps=1e-6)
+  rng = np.random.default_rng(0)
+  x, scale = rng.normal(size=(64, 256)), 1 + 0.3 * rng.normal(size=256)
+  theirs.weight.data = torch.tensor(scale).bfloat16()
+  expected = theirs(torch.tensor(x).bfloat16()).detach().float().numpy()
+  norm = importlib.import_module(f"gspo_jax.models.families.{family}").FAMILY.norm
+  ours = norm(jnp.asarray(x, jnp.bfloat16), jnp.asarray(scale, jnp.bfloat16), 1e-6)
+  np.testing.assert_array_equal(ours.astype(jnp.float32), expected)
 
 
 @pytest.mark.parametrize("case", ["minimax_m2"], indirect=True)

@@ -15,9 +15,11 @@ from gspo_jax import sharding
 from gspo_jax.models import publication, transformer, weights
 from gspo_jax.models.attention import cache as kv_cache
 from gspo_jax.models.int8 import as_array, is_int8, quantise
+from gspo_jax.models.params import with_adapters
 from gspo_jax.sampling import EngineConfig, generate
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.sizes import PUBLISHED
+from gspo_jax.settings.training import LoraConfig
 from gspo_jax.sharding import ROLLOUT, ROLLOUT_SLICE
 
 MODELS = dict(dense=SHALLOW, moe=MOE, hybrid=HYBRID_MOE)
@@ -99,6 +101,14 @@ def test_sampled_log_probs_are_the_scores_of_the_rounded(name):
   narrow = plain(publication.in_eight_bits(params, model))
   scores = jnp.pad(next_logp(narrow, model, rollout.tokens), ((0, 0), (1, 0)))
   np.testing.assert_allclose(rollout.logp, np.where(rollout.mask, scores, 0), atol=2e-5)
+
+
+def test_adapters_are_merged_before_they_are_rounded():
+  model = MODELS["dense"]
+  mesh = sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
+  adapted = with_adapters(initial(model), model, LoraConfig(rank=2), "float32", mesh, seed=1)
+  narrow, expected = (publication.in_eight_bits(x, model) for x in (adapted, initial(model)))
+  chex.assert_trees_all_equal(narrow, expected)  # New adapters change nothing.
 
 
 def test_projections_of_linear_attention_are_rounded_and_decays_are_not():

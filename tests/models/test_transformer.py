@@ -219,6 +219,22 @@ def test_arrays_of_numpy_are_taken_everywhere():
     hidden = transformer.forward(params, MOE, tokens, **options).hidden_BTD
     assert hidden.shape == expected.shape
   np.testing.assert_allclose(hidden, expected, atol=1e-5)
+  logits = transformer.logits(jax.device_get(params), MOE, tokens)
+  np.testing.assert_array_equal(logits, transformer.logits(params, MOE, tokens))
+
+
+def test_parameters_on_a_mesh_need_it_set():
+  mesh = sharding.make_mesh(MeshConfig(1, 8, 1, 1))
+  params = jax.device_put(initial(DENSE), transformer.shardings(DENSE, sharding.TRAIN, mesh))
+  with pytest.raises(ValueError, match=r"on a mesh: call this under jax\.set_mesh"):
+    transformer.logits(params, DENSE, tokens_of(DENSE))
+
+
+def test_the_platform_is_that_of_the_default_device(monkeypatch):
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  assert sharding.platform() == "gpu"
+  with jax.default_device(jax.devices("cpu")[0]):
+    assert sharding.platform() == "cpu"
 
 
 @pytest.mark.long

@@ -118,6 +118,11 @@ def test_nor_does_the_default_generator_of_jax(expected):
   assert all(again[i].tokens.tolist() == r.tokens.tolist() for i, r in expected.items())
 
 
+def test_nor_do_types_of_64_bits(expected, x64):
+  again = run(scheduler(slots=5), requests())
+  assert all(again[i].tokens.tolist() == r.tokens.tolist() for i, r in expected.items())
+
+
 def test_two_runs_are_the_same_to_the_bit():
   first, second = (run(scheduler(), requests()) for _ in range(2))
   for key in first:

@@ -83,6 +83,16 @@ class RouterStats:
   replayed_tokens: jax.Array | None = None  # Number of tokens with replayed experts, or None.
 
 
+def _router_logits(x_BTD: jax.Array, router_DE: jax.Array) -> jax.Array:
+  """Computes the router's logits [B, T, E] in float32, also on TPUs.
+
+  With the default precision, TPUs would round the factors to bfloat16.
+  """
+  x_BTD, router_DE = x_BTD.astype(jnp.float32), router_DE.astype(jnp.float32)
+  with jax.default_matmul_precision("highest"):
+    return sharding.einsum("BTD,DE->BTE", x_BTD, router_DE, out=P(BATCH))
+
+
 def route(
   x_BTD: jax.Array,
   router_DE: jax.Array,
@@ -104,9 +114,7 @@ def route(
     Replay, arXiv:2507.18071, §5.3; R2 and R3 of arXiv:2512.01374)
   choice_bias_E, bias_E: bias on scores for the choice alone, and bias on logits. None means 0.
   """
-  logit_BTE = sharding.einsum(
-    "BTD,DE->BTE", x_BTD.astype(jnp.float32), router_DE.astype(jnp.float32), out=P(BATCH)
-  )
+  logit_BTE = _router_logits(x_BTD, router_DE)
   logit_BTE = checkpoint_name(logit_BTE, sharding.PRODUCT)
   if bias_E is not None:
     logit_BTE = layers.with_each_token(jnp.add, logit_BTE, bias_E[None, None])

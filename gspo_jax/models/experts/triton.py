@@ -73,7 +73,7 @@ def outer(x_RD: jax.Array, y_RF: jax.Array, count_E: jax.Array, dtype: Any) -> j
       return total + dot(x.T, y)
 
     total = jnp.zeros((tk, tn), jnp.float32)
-    total = jax.lax.fori_loop(0, pl.cdiv(end - first, tm), add, total)
+    total = jax.lax.fori_loop(0, (end - first + tm - 1) // tm, add, total)
     out_ref[expert, inner, columns] = total.astype(out_ref.dtype)
 
   grid = len(count_E), D // tk, F // tn

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from gspo_jax.models.families import declaration as base
 from gspo_jax.models.families.mistral import WINDOWED
+from gspo_jax.models.layers import rms_norm_rounded_once
 
 ALPHA, LIMIT = 1.702, 7.0  # Constants of `activation`.
 
@@ -50,6 +51,7 @@ FAMILY = base.Family(
     "Moe.up_bias": (MLP + "experts.gate_up_proj_bias", "E F+"),
     "Moe.down_bias": (MLP + "experts.down_proj_bias", "E D"),
   },
+  norm=rms_norm_rounded_once,
   biases=True,
   experts="all",
   activation=activation,

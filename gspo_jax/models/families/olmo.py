@@ -8,6 +8,7 @@ from typing import Any
 import flax.struct
 
 from gspo_jax.models.families import declaration as base
+from gspo_jax.models.layers import rms_norm_rounded_once
 from gspo_jax.models.weights import Attention, Dense
 
 
@@ -42,6 +43,7 @@ FAMILY = base.Family(
   ),
   base.WIDE_NORMS | base.POST_NORMS,
   block=Block,
+  norm=rms_norm_rounded_once,
   norm_heads=True,
   experts="none",
 )

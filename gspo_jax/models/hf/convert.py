@@ -65,8 +65,8 @@ def load(
     directory: directory with config.json and safetensors files (`files.Files`). It is a local path,
       a path of a bucket (gs://...), or a repository of the Hugging Face hub, OWNER/NAME or
       OWNER/NAME@REVISION.
-    dtype: dtype of the parameters, or a tree of dtypes. Files may have float64, float32, float16,
-      bfloat16 or MXFP4.
+    dtype: dtype of the parameters (`_kinds`), or a tree of dtypes. Files may have float64, float32,
+      float16, bfloat16 or MXFP4.
     mesh: mesh of the parameters. From local files, each host reads only the values of its own
       devices. The hosts divide remote files among themselves (`_reading`). None loads arrays to the
       default device.
@@ -91,7 +91,8 @@ def load(
   files.check_headers(needed, shapes)
   files.fetch(needed)
 
-  types = jax.tree.leaves(dtype) if isinstance(dtype, transformer.Params) else [dtype] * len(leaves)
+  table = transformer.table(config)
+  types = jax.tree.leaves(dtype) if isinstance(dtype, transformer.Params) else _kinds(table, dtype)
   arrays = []
   with Transfer(
     f"reading {files.name}", files.size_of(needed), active=hosts.is_first()
@@ -104,8 +105,7 @@ def load(
       array = _array(leaf, split, part)
       arrays.append(jax.block_until_ready(jax.device_put(array, target)))
   require_finite(files.name, leaves, arrays)
-  treedef = jax.tree.structure(transformer.table(config))
-  return jax.tree.unflatten(treedef, arrays), config
+  return jax.tree.unflatten(jax.tree.structure(table), arrays), config
 
 
 def check(directory: str | os.PathLike) -> ModelConfig:
@@ -290,7 +290,7 @@ def save(
   for files in bfloat16, the sums are dithered as in training.
 
   Args:
-    dtype: dtype of most tensors (`_kind`). None keeps each parameter's dtype.
+    dtype: dtype of the tensors (`_kinds`). None keeps each parameter's dtype.
     shard_size_bytes: maximum size of a file with several tensors.
     more: further keys of config.json, without effect on the model. None adds none.
     like: directory with this language model and other parts, such as a vision encoder (`nested`).
@@ -308,7 +308,7 @@ def save(
   table = transformer.table(model_config)
   leaves = leaves_of(model_config, table, other_model.rename(names))
   arrays = _check_shapes(_merge(params, dtype), model_config)
-  kinds = [_kind(w, a, dtype) for w, a in zip(jax.tree.leaves(table), arrays, strict=True)]
+  kinds = [array.dtype for array in arrays] if dtype is None else _kinds(table, dtype)
   if unknown := {kind.name for kind in kinds} - set(_SAVED):
     raise ValueError(f"dtype={min(unknown)} is not one of {', '.join(_SAVED)}")
   widest = max(kinds, key=lambda kind: kind.itemsize)
@@ -334,16 +334,13 @@ def save(
     multihost_utils.sync_global_devices("hf.save")  # No process returns before files are complete.
 
 
-def _kind(weight: Any, array: jax.Array, dtype: Any) -> jnp.dtype:
-  """Returns the dtype of a weight's tensors in files.
+def _kinds(table: transformer.Params, dtype: Any) -> list[jnp.dtype]:
+  """Returns the weights' dtypes: `dtype`, but at least float32 for some, as in published files.
 
-  Biases on the choice of experts, and decays and norms of linear attention, are float32, as in
-  published files.
+  These are biases on the choice of experts, and decays and norms of linear attention.
   """
-  if dtype is None:
-    return array.dtype
-  exact = weight.dtype == jnp.float32 and not weight.inputs
-  return jnp.dtype(jnp.float32 if exact else dtype)
+  wide = [w.dtype == jnp.float32 and not w.inputs for w in jax.tree.leaves(table)]
+  return [jnp.promote_types(dtype, jnp.float32) if x else jnp.dtype(dtype) for x in wide]
 
 
 def _merge(params: transformer.Params, dtype: Any) -> transformer.Params:
