@@ -197,14 +197,15 @@ def update(
   rate = optimizer.last_rate(programs.schedule, state.opt_state)
   row = dict(step=collected.step, learning_rate=rate)
   row |= collected.metrics | memory()
-  trained_B = rollout.lengths * (rollout.stopped | (not c.rl.mask_truncated))
+  is_trained_B = rollout.stopped | (not c.rl.mask_truncated)
+  is_trained_B &= collected.known_B | c.distillation.alone
+  trained_B = rollout.lengths * is_trained_B
   rewards_B, longest = collected.reward_PG.reshape(-1), c.sampling.max_new_tokens
   row |= reward_metrics(rewards_B, collected.known_B, trained_B, longest)
   row |= summarize(tuple(metrics))
   # A run saved with a lag and resumed without one still trains on the batches sampled before.
   if c.rl.lag or collected.version != collected.step:
-    verdict_B = collected.known_B | c.distillation.alone
-    row |= lag_metrics(rollout, collected.step, (trained_B > 0) & verdict_B)
+    row |= lag_metrics(rollout, collected.step, trained_B > 0)
   jax.block_until_ready(state)
   return state, row, time.perf_counter() - start_time
 

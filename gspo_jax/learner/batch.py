@@ -95,7 +95,7 @@ def optional_fields(c: RunConfig, scored: Scored, rollout: Rollout) -> dict[str,
   if c.kl_by_group:
     fields["mixed_B"] = in_teaching_group(scored, c.objective.loss.by_token)
   if c.estimator.needs & {"critic", "reference"}:  # The devices compute advantages from rewards.
-    in_parts = scored.advantage_BL is not None
+    in_parts = bool(c.advantage_sources.keys() & {"turns", "lines"})
     fields["reward_BT"] = token_rewards(rollout, scored.reward_PG, in_parts)
   if c.critic.bootstrap:
     fields["cut_off_B"] = ~rollout.stopped
@@ -389,7 +389,7 @@ def sample_arrays(
     reviews: one dictionary per mini-batch, from the pass of `passes.make_review`.
   """
   columns = {name: [review[name] for review in reviews] for name in reviews[0]}
-  for name in ("unit_BT", "advantage_BT"):
+  for name in ("unit_BT", "advantage_BT") if c.objective.loss.by_token else ("unit_BT",):
     columns[name] = [getattr(batch, name) for batch in batches]
   if c.estimator.on_devices:  # Otherwise the responses' advantages were computed on the host.
     columns["old_value_BT"] = [batch.critic_targets.old_value_BT for batch in batches]

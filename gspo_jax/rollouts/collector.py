@@ -236,8 +236,9 @@ class Collector:
     if self._environment:
       row |= metrics.environment_metrics(sampled)
     if c.rl.partial:
-      in_flight, surplus = self._in_flight, self._surplus
-      row |= metrics.partial_metrics(sampled, chosen, in_flight, surplus, self._version)
+      row |= metrics.partial_metrics(
+        sampled, chosen, self._in_flight, self._surplus, self._version, c.rl.mask_truncated
+      )
     return row
 
   def _sample(self, step: int, round_index: int, usage: Usage) -> list[Group]:
@@ -269,9 +270,9 @@ class Collector:
     draws = itertools.count()
 
     def start_prompts() -> None:
-      """Starts prompts, up to `max_in_flight` responses and N + `rl.extra_prompts` groups."""
+      """Starts prompts, up to `max_in_flight` responses, for N to N + `rl.extra_prompts` groups."""
       free = (max_in_flight - sum(group.unfinished for group in groups)) // G
-      count = min(free, N + c.rl.extra_prompts - len(waiting) - len(groups))
+      count = min(free, max(N + c.rl.extra_prompts - len(waiting), N) - len(groups))
       if count > 0:
         new = self._new_groups(count, step, round_index, next(draws))
         for group in new:
@@ -305,8 +306,7 @@ class Collector:
     seed = c.seed_of("rl", "sample", step, *((round_index, draw) if round_index or draw else ()))
     prompts = self._batches.take(count, self._filter.wants)
     min_size = c.schedule.group_size_min or max_size
-    results = map(self._filter.tried, prompts)
-    sizes = [schedules.group_size(n, right, min_size, max_size) for n, right in results]
+    sizes = [schedules.group_size(*self._filter.tried(x), min_size, max_size) for x in prompts]
     return list(map(Group, prompts, self._trajectories(prompts, sizes, seed)))
 
   def _trajectories(

@@ -127,6 +127,7 @@ def partial_metrics(
   in_flight: Sequence[Group],
   surplus: Container[int],
   version: int,
+  mask_truncated: bool,
 ) -> dict[str, float]:
   """Computes metrics of partial rollouts.
 
@@ -142,14 +143,20 @@ def partial_metrics(
     in_flight: groups carried over to the next iteration, finished or not.
     surplus: Python ids of groups finished in earlier iterations.
     version: version of the sampling weights at the start of sampling.
+    mask_truncated: value of `rl.mask_truncated`.
   """
-  versions = [trajectory.version[trajectory.turns >= 0] for trajectory in trajectories_of(chosen)]
-  version_X = np.concatenate(versions)
+  trained = (
+    x
+    for group in chosen
+    for i, x in enumerate(group.trajectories)
+    if i not in group.unknown and not (mask_truncated and x.truncated)
+  )
+  version_X = np.concatenate([[], *(x.version[x.turns >= 0] for x in trained)])
   waiting = [group for group in in_flight if group.finished]
   tokens = sum(trajectory.length for trajectory in trajectories_of(in_flight))
   return {
-    "partial/stale_tokens": float((version_X < version).mean()),
-    "partial/oldest": float(version - version_X.min()),
+    "partial/stale_tokens": float((version_X < version).sum() / max(len(version_X), 1)),
+    "partial/oldest": float(version - version_X.min(initial=version)),
     "partial/finished_groups": float(sum(id(g) not in surplus for g in [*sampled, *waiting])),
     "partial/waiting_groups": float(len(waiting)),
     "partial/tokens_in_flight": float(tokens),

@@ -179,7 +179,8 @@ class Pipeline(contextlib.AbstractContextManager):
         batches = [self._wait(job) for job in jobs]
       snapshot = batches[-1].position if batches else position
       states = [get_state(collected) for collected, _ in batches]
-      return snapshot() | (dict(ahead=states) if states else {})
+      sampled = dict(temperature=self._collector.config.sampling.temperature)
+      return snapshot() | sampled | (dict(ahead=states) if states else {})
 
     return state
 
@@ -188,8 +189,15 @@ class Pipeline(contextlib.AbstractContextManager):
 
     If the state was saved with a different `rl.lag`, all saved batches are still trained on, and
     `next` starts the batches that a larger lag needs. Raises ValueError if a saved batch does not
-    fit the configuration.
+    fit the configuration, or if saved responses were sampled at another temperature.
     """
+    temperature = self._collector.config.sampling.temperature
+    before = state.get("temperature", temperature)  # Earlier versions did not save it.
+    if before != temperature and (state.get("ahead") or state["under_way"]):
+      raise ValueError(
+        f"the checkpoint has responses of sampling.temperature={before}, and this run has "
+        f"{temperature}: set the key to {before}, or start in a new --workdir"
+      )
     self._collector.set_position(state)
     self._position = self._collector.position()
     for batch in state.get("ahead", ()):

@@ -110,6 +110,10 @@ class PromptFilter:
     return dict(tried={k: list(v) for k, v in self._tried.items()}, dropped=dict(self._dropped))
 
   def set_state(self, state: dict[str, Any]) -> None:
-    """Restores a state of `get_state`."""
+    """Restores a state of `get_state`; readmits prompts with streaks below `drop_after`."""
     self._tried = {name: list(counts) for name, counts in state["tried"].items()}
-    self._dropped = dict(state["dropped"])
+    self._dropped = {
+      name: step
+      for name, step in state["dropped"].items()
+      if 0 < self.config.drop_after <= abs(self._tried[name][3])
+    }

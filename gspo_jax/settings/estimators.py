@@ -37,6 +37,11 @@ def check(c: RunConfig) -> None:
       f"{source} gives each token an advantage, and objective.name={name!r} takes one per "
       f"response; set objective.name to one of {token_losses}"
     )
+  if c.objective.advantage in ("turns", "lines") and not loss.by_token:
+    raise ValueError(
+      f"objective.advantage={estimator.name!r} has no effect, since objective.name={name!r} takes "
+      f"one advantage per response; leave it unset, or set objective.name to one of {token_losses}"
+    )
   if not estimator.of_rewards and kind != loss.advantage:
     raise ValueError(
       f"objective.advantage={kind!r} has no effect, since {source} gives the advantages; leave it "

@@ -206,6 +206,11 @@ class ObjectiveConfig:
     return named.name if named is not None and named.of_group else self.loss.advantage
 
   @property
+  def standardises(self) -> bool:
+    """Whether rewards are standardised within groups, as sums with costs need."""
+    return (self.advantage or self.loss.advantage) in ("std", "gdpo", "constraints")
+
+  @property
   def needs_reference(self) -> bool:
     """Whether the run keeps the policy before RL, as the reference."""
     by_loss = self.loss.to_reference or "ref_logp_BT" in inspect.signature(self.loss).parameters

@@ -243,7 +243,7 @@ UNUSED = (
   Unused("objective.clip_length", "has no effect without objective.clip_exponent",
     lambda c: not c.objective.clip_exponent, "CHANGELOG: options of a loss did nothing"),
   Unused("objective.off_policy_threshold", "has no effect: responses with Â < 0 are not trained on",
-    lambda c: c.objective.advantage == "best" or c.objective.name == "rft", "test_epochs"),
+    lambda c: c.objective.advantage_kind in ("best", "reward"), "test_epochs"),
   Unused("objective.kl_groups", "has no effect without objective.kl_coef",
     lambda c: not c.objective.kl_coef, "CHANGELOG: options of a loss did nothing"),
   Unused("objective.adaptive_clip", "has no effect, since {objective.adaptive_clip.target}",
@@ -410,7 +410,7 @@ INVALID_RL: tuple[Rule | EntryRule, ...] = (  # For jobs with RL or recorded res
     lambda c: c.rl.mask_truncated and bool(c.constraints.active_costs), "test_multipliers"),
   Rule("constraints ({constraints.names:}), {objective.advantage}: rewards and costs are combined "
     "after standardisation; set objective.advantage to std",
-    lambda c: c.constraints.enabled and c.objective.advantage_kind != "std", "test_multipliers"),
+    lambda c: c.constraints.enabled and not c.objective.standardises, "test_multipliers"),
 )
 
 WARNINGS: tuple[Rule | EntryRule, ...] = (

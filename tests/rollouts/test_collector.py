@@ -207,6 +207,11 @@ def test_metrics_count_stale_tokens():
   stale = rollout.version[rollout.mask > 0] < 3
   assert 0 < row["partial/stale_tokens"] == stale.mean() < 1
   assert row["partial/oldest"] >= 1 and row["partial/tokens_in_flight"] > 0
+  out, _ = iterate(3, rl__mask_truncated=True)
+  row, rollout = out[-1].metrics, out[-1].rollout
+  trained = (rollout.mask > 0) & rollout.stopped[:, None]
+  assert not rollout.stopped.all()
+  assert row["partial/stale_tokens"] == (rollout.version[trained] < 3).mean()
   whole, _ = iterate(1, extra_prompts=0)
   assert not any(name.startswith("partial/") for name in whole[0].metrics)
   assert whole[0].usage.tokens == whole[0].rollout.lengths.sum()

@@ -78,6 +78,13 @@ def test_a_surplus_is_half_of_a_batch_at_most(count, taken):
   assert not any(group.prompt.id in old for group in first_run._in_flight)
 
 
+def test_surplus_of_more_extra_prompts_leaves_no_batch_short():
+  collecting, _ = surplus(5, extra_prompts=0)
+  collecting[0]._workload = dataclasses.replace(collecting[0]._workload, partial=True)
+  out, _ = iterate(3, running=collecting, first=2)
+  assert [len(batch.groups) for batch in out] == [P, P, P]
+
+
 @pytest.mark.long
 def test_a_run_with_one_prompt_uses_its_surplus_too():
   collecting, old = surplus(2, prompts=1, minibatches=1, extra_prompts=2)

@@ -1,6 +1,7 @@
 """Batches that are collected ahead: which weights sample them, on one mesh and on two, and that a
 run which is interrupted goes on as if nothing had happened."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -27,7 +28,7 @@ from support.rollouts import (
 )
 
 from gspo_jax import sharding
-from gspo_jax.learner.batch import place, sample_arrays
+from gspo_jax.learner.batch import optional_fields, place, sample_arrays
 from gspo_jax.learner.passes import learner_of, log_probs
 from gspo_jax.models import publication, transformer
 from gspo_jax.rollouts import pipeline
@@ -278,7 +279,21 @@ def test_without_a_lag_a_checkpoint_is_what_it_was():
     train(sampling, last=2)
     mine = sampling.position()()
   _, (same, _) = iterate(2, weights=alternating)
-  assert mine == same.position()() and "ahead" not in mine
+  assert mine == same.position()() | dict(temperature=1.0)
+
+
+@pytest.mark.parametrize("lag, extra_prompts", [(0, 0), (0, 4), (1, 0)])
+def test_a_checkpoint_with_responses_keeps_their_temperature(lag, extra_prompts):
+  options = dict(extra_prompts=extra_prompts)
+  with opened(lag, made=collector(**options)) as sampling:
+    train(sampling, last=2)
+    state = json.loads(json.dumps(sampling.position()()))
+  refused = pytest.raises(ValueError, match=r"responses of sampling\.temperature=1\.0, and")
+  with (
+    opened(lag, made=collector(**options, sampling__temperature=0.5)) as sampling,
+    refused if lag or extra_prompts else contextlib.nullcontext(),
+  ):
+    sampling.set_position(state)
 
 
 def test_a_scored_group_survives_a_checkpoint():
@@ -319,16 +334,29 @@ def test_a_saved_batch_of_turns_fits_another_row_length(longest):
   np.testing.assert_array_equal(actual, expected)
 
 
-def test_the_samples_log_has_the_advantages_of_turns():
-  (batch,), (running, _) = iterate(1, environment=Counting, objective__name="gspo_token")
+@pytest.mark.parametrize("loss", ["gspo", "gspo_token"])
+def test_the_samples_log_has_the_advantages_of_the_loss(loss):
+  (batch,), (running, _) = iterate(1, environment=Counting, objective__name=loss)
   mesh = sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
   with jax.set_mesh(mesh):
     batches = place(running.config, mesh, batch)
     zeros = [dict(log_ratio_BT=np.zeros(x.mask_BT.shape, np.float32)) for x in batches]
     arrays = sample_arrays(running.config, batch.rollout, batches, zeros)
+  if loss == "gspo":  # It takes one advantage per response, `advantage_PG`.
+    assert not {"advantage_B", "advantage_BT"} & arrays.keys()
+    return
   mask_BL = batch.rollout.mask > 0
   for logged, advantage, mask in zip(arrays["advantage_BT"], batch.advantage_BL, mask_BL):
     np.testing.assert_allclose(logged[: len(mask)][mask], advantage[mask], rtol=1e-6)
+
+
+def test_a_critic_has_the_rewards_of_turns_with_any_estimator_on_the_host():
+  options = dict(environment=Counting, objective__name="ppo_clip", critic__name="head")
+  (batch,), (running, _) = iterate(1, **options)
+  whole = dataclasses.replace(batch, advantage_BL=None)  # As of an estimator of whole responses.
+  fields = [optional_fields(running.config, x, x.rollout) for x in (batch, whole)]
+  np.testing.assert_array_equal(fields[0]["reward_BT"], batch.rollout.rewards)
+  np.testing.assert_array_equal(fields[1]["reward_BT"], batch.rollout.rewards)
 
 
 def test_what_fails_in_the_thread_is_raised_where_the_batch_is_missed():

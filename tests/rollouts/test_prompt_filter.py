@@ -176,6 +176,16 @@ def test_state_survives_json():
   assert again.get_state() != queries.get_state()  # nothing is shared
 
 
+@pytest.mark.parametrize("drop_after, names", [(0, "abcd"), (1, "cd"), (2, "bcd")])
+def test_a_changed_number_holds_for_prompts_of_a_checkpoint(drop_after, names):
+  queries = query_set(drop_after=1)
+  queries.update(scored(PROMPTS, [ALWAYS, NEVER, MIXED, MIXED]), 1)
+  queries.update(scored(PROMPTS[:1], [ALWAYS]), 2)
+  again = query_set(drop_after=drop_after)
+  again.set_state(queries.get_state())
+  assert in_use(again) == names
+
+
 @pytest.mark.parametrize("values", [(-1, 0, 0), (0, 0, -1), (0, 5, 0)])
 def test_impossible_settings(values):
   with pytest.raises(ValueError, match=r"data.query_set"):

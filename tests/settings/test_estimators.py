@@ -42,6 +42,11 @@ CHOSEN = {
   "a teacher and a cost": (TEACHER | COST, "distillation", "constraints"),
   "a cost": (COST, "constraints", "constraints"),
   "a cost, by the batch": (COST | dict(objective__advantage="gdpo"), "gdpo", "gdpo"),
+  "the same of another loss": (
+    COST | dict(objective__advantage="gdpo", objective__name="dr_grpo"),
+    "gdpo",
+    "gdpo",
+  ),
   "turns": (TALK, "turns", "turns"),
   "turns by their mean": (TALK | dict(objective__advantage="none"), "turns", "turns"),
   "conversations": (TALK | dict(objective__name="rft"), "best", "best"),

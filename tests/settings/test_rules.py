@@ -310,6 +310,16 @@ REFUSED = [
   (BASE, RFT | dict(objective__off_policy_threshold=0.1), r"off_policy_threshold=0\.1 has no eff"),
   (
     BASE,
+    dict(objective__advantage="reward", objective__off_policy_threshold=0.1),
+    r"off_policy_threshold=0\.1 has no effect: responses with",
+  ),
+  (
+    TOOLS,
+    dict(objective__name="gspo", objective__advantage="turns"),
+    r"objective\.advantage='turns' has no effect, since objective\.name='gspo' takes one",
+  ),
+  (
+    BASE,
     dict(objective__replay="R3", model__num_experts=0, model__experts_per_token=0)
     | dict(model__moe_intermediate_size=0),
     r"objective\.replay='R3' has no effect, since the model has no experts",
