@@ -1,5 +1,6 @@
 """A dry run refuses what a run refuses, in the same words, and both leave nothing."""
 
+import dataclasses
 import json
 import sys
 
@@ -220,6 +221,21 @@ def test_a_dry_run_shows_the_prompt_and_answers_of_an_environment(tmp_path, monk
   reward = "the environment gives 0.5 and"
   turns = [f"  on this answer as a turn {reward} ends", f"  on an empty turn {reward} answers:"]
   assert rest[2:] == [*turns, "  | Hi"]
+  sampling = dataclasses.replace(config.sampling, max_new_tokens=2)
+  short = dataclasses.replace(config, sampling=sampling)
+  lines = plan.first_problem(read_inputs(short), ())
+  assert any("does not fit into sampling.max_new_tokens, which ends" in line for line in lines)
+
+
+def test_held_out_rows_need_no_demonstration(tmp_path):
+  for name, more in dict(train={"work": "1+1=2"}, eval={}).items():
+    rows = [dict(id=str(i), question=f"{i}+1=", answer=str(i + 1)) | more for i in range(8)]
+    (tmp_path / name).with_suffix(".jsonl").write_text("\n".join(map(json.dumps, rows)))
+  files = {f"data__{name}": str(tmp_path / f"{name}.jsonl") for name in ("train", "eval")}
+  fields = dict(data__demonstration_field="work", data__max_prompt_tokens=8)
+  cold_start = dict(job="sft+rl", sft__steps=1, sft__target_loss=0.0)
+  data = read_inputs(config_of(common.base, **files, **fields, **cold_start)).data
+  assert len(data.held_out[0].problems) and data.demonstrations[0].demonstration == "1+1=2"
 
 
 def test_both_say_what_can_hardly_be_meant(tmp_path, capsys):

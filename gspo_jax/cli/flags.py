@@ -200,7 +200,8 @@ def _flag_error(error: Exception) -> str:
   cause = error.__context__
   key = re.match(r"flag --config\.([\w.]+)=", str(error))
   if key and cause and (kind := kind_of(key[1])):
-    return f"{str(error)[5:].removesuffix(f': {cause}')} must be {ranges.describe(kind)}"
+    valid = ranges.describe(kind).removesuffix(", or None")  # No flag sets a key to None.
+    return f"{str(error)[5:].removesuffix(f': {cause}')} must be {valid}"
   while isinstance(error, BaseException) and error.args:
     error = error.args[0]  # ml_collections wraps its hint in two exceptions.
   if str(error).startswith("Unknown command line flag"):

@@ -50,7 +50,8 @@ class Reader:
         unique_id = self.prefix + prompt.id
         if self.places.get(unique_id, place) != place:
           message = f"the id {prompt.id!r} is also that of {self.places[unique_id]}"
-          raise BadRow(f"{message}. Make ids unique")
+          fields = ", ".join(formats.ID_FIELDS)
+          raise BadRow(f"{message}. Make ids unique, or rename the field ({fields})")
         if self.check:
           try:
             self.check(prompt.answer)

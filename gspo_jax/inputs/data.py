@@ -76,9 +76,10 @@ def _read_held_out(
   trained: prompts of each training source. The largest count over the sources is kept.
   """
   held_out = []
+  data = dataclasses.replace(config.data, demonstration_field="")  # Only training rows need it.
   for name, benchmark, key in config.benchmarks():
     check_gold = rewards.answer_check(benchmark.reward or verifier)
-    source = sources.load_spec(config.data, tok, benchmark.data, key, check_gold)
+    source = sources.load_spec(data, tok, benchmark.data, key, check_gold)
     problems = choose(source, benchmark.problems)
     check_problems(name, benchmark, problems)
     shared = max((shared_prompts(prompts, source, problems) for prompts in trained), default=0)

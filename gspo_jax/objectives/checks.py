@@ -163,8 +163,8 @@ def describe(value: object) -> str:
 def _array(value: ArrayLike, name: str) -> Array:
   try:
     array = jnp.asarray(value)
-  except (TypeError, ValueError) as error:
-    raise TypeError(f"{name} is not an array: {error}") from error
+  except (TypeError, ValueError, RuntimeError) as error:  # PyTorch raises a RuntimeError.
+    raise TypeError(f"{name} is no array of JAX or NumPy: {error}") from error
   if jnp.issubdtype(array.dtype, jnp.complexfloating):
     raise TypeError(f"{name} must be real, got {array.dtype}")
   return array

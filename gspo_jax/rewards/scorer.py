@@ -129,7 +129,7 @@ def try_out(scorer: Scorer, key: str, name: str, prompt: Prompt) -> list[str]:
   """
   scores = scorer([prompt.answer, ""], [prompt] * 2)
   if len(scores.unknown) == 2:
-    remedy = "a function takes the response and a dict (id, question, answer), and returns a number"
+    remedy = "a function takes the response and a dict of its row's fields, and returns a number"
     gold, empty = scores.unknown[0], scores.unknown[1]
     errors = f"and on an empty one ({gold})"
     if gold != empty:

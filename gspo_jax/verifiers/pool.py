@@ -168,7 +168,9 @@ class Pool(contextlib.AbstractContextManager):
           worker.started(message)
           continue
         if message is None:
-          results[index] = Failure("timeout", f"it took longer than {self._time_limit_s:g} s")
+          results[index] = Failure(
+            "timeout", f"it took longer than time_limit_s={self._time_limit_s:g}"
+          )
         elif "value" in message:
           results[index] = message["value"]
         elif message or index in died:

@@ -176,6 +176,13 @@ def arguments(**changed):
   return list((named | dict(mask_BT=CASE["mask"]) | changed).values())
 
 
+class Attached:
+  """Fails as a tensor of PyTorch with a gradient does."""
+
+  def __array__(self, *_, **__):
+    raise RuntimeError("Can't call numpy() on Tensor that requires grad.")
+
+
 NAN_HERE = np.where(CASE["mask"], np.float32(np.nan), 0)
 MISTAKES = {
   "advantage of the wrong length": (dict(advantage=np.ones(B + 1)), "advantage"),
@@ -188,6 +195,7 @@ MISTAKES = {
   "old of integers": (dict(old_logp_BT=np.ones((B, T), int)), "old_logp_BT"),
   "old NaN": (dict(old_logp_BT=NAN_HERE), "old_logp_BT"),
   "logp NaN": (dict(logp_BT=NAN_HERE), "logp_BT"),
+  "logp of PyTorch": (dict(logp_BT=Attached()), "logp_BT is no array of JAX"),
   "logp flat": (dict(logp_BT=CASE["logp"][0]), "logp_BT"),
   "logp of integers": (dict(logp_BT=np.ones((B, T), int)), "logp_BT"),
   "mask of another shape": (dict(mask_BT=CASE["mask"][:, 1:]), "mask_BT"),

@@ -101,7 +101,7 @@ def test_functions_of_the_users_say_why(monkeypatch):
   returned = "crash: ValueError: support.user_rewards:by_length (user_rewards.py, line 7) returned"
   assert scores.unknown == {
     1: "crash: KeyError: 'raise' (user_rewards.py, line 10)",
-    2: "timeout: it took longer than 0.5 s",
+    2: "timeout: it took longer than time_limit_s=0.5",
     3: f"{returned} nan: return a number from -1e+15 to 1e+15",
     4: "crash: its process died twice",
     6: f"{returned} None: return a number from -1e+15 to 1e+15",
@@ -115,7 +115,7 @@ def test_mathematics_that_cannot_be_decided_is_unknown(monkeypatch):
     responses = [r"\boxed{e^{e^{e^{e^e}}}}", r"\boxed{\sqrt{8}}", r"\boxed{\sqrt{2}}", "No idea."]
     scores = score(responses, prompts([r"2\sqrt{2}"] * 4))
     assert scores.outcomes == dict(right=1, wrong=1, unparsable=1, timeout=1, crash=0)
-    assert scores.unknown == {0: "timeout: it took longer than 1 s"}
+    assert scores.unknown == {0: "timeout: it took longer than time_limit_s=1"}
     # With a gold answer that nobody can read there is no verdict, unless it is repeated.
     gold = r"\frac{"
     scores = score(

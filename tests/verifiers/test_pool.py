@@ -245,7 +245,9 @@ def test_no_room_for_a_process_is_no_end_either(monkeypatch):
 def test_failures_have_a_reason():
   with evaluator(workers=1, time_limit_s=0.5) as evaluate:
     raised, late, dead = evaluate.map(["{}['key']", SLEEP % 60, EXIT])
-  assert raised.reason == "KeyError: 'key'" and late.reason == "it took longer than 0.5 s"
+  assert (
+    raised.reason == "KeyError: 'key'" and late.reason == "it took longer than time_limit_s=0.5"
+  )
   assert dead.reason == "its process died twice"
 
 
