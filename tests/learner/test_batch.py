@@ -134,10 +134,12 @@ def test_batch_has_the_inputs_of_its_configuration_and_no_others():
   assert batch.advantage_inputs == AdvantageInputs()
   keys = dict(critic__bootstrap=True, objective__advantage="turn_gae")
   config = config_of(common.base, **ppo, **sizes, **keys)
-  (batch,) = place(config, ONE, scored(sampled, known_B=np.ones(2, bool), **judged))
+  turned = dataclasses.replace(sampled, rewards=np.float32(sampled.turns == 4))
+  (batch,) = place(config, ONE, scored(turned, known_B=np.ones(2, bool), **judged))
   assert batch.advantage_inputs.cut_off_B.tolist() == (~sampled.stopped).tolist() == [False, True]
   np.testing.assert_array_equal(batch.advantage_inputs.turn_BT, sampled.turns)
-  assert batch.mixed_B is None and batch.advantage_inputs.reward_BT.sum() == 1
+  assert batch.mixed_B is None
+  np.testing.assert_array_equal(batch.advantage_inputs.reward_BT, turned.rewards)
   config = config_of(common.base, objective__reward_kl_coef=0.1, **sizes)
   (batch,) = place(config, ONE, scored(sampled, known_B=np.ones(2, bool), **judged))
   assert batch.advantage_inputs.reward_BT.sum() == 1
