@@ -312,6 +312,7 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
   if name == "decode":
     sampled = dict(steps=engine.steps, sampling=workload.sampling, width=workload.support)
     step = functools.partial(slots.decode, **sampled, **options)
+    # On GPUs, the compiled products are those of whole windows.
     keys = size.window if sharding.platform() == "gpu" else round(case.filled)
     work = flops.work(case.model, size.slots * engine.steps, 1, keys, decoding=True)
     arguments = params, state, shaped((size.slots,), jnp.int32, mesh, P())

@@ -10,6 +10,7 @@ from gspo_jax.data.filters import Condition
 from gspo_jax.settings.data import Format
 
 Check = Callable[[str], None]  # Raises ValueError for an unusable gold answer.
+_IDS: dict[int, int] = {}  # All prompts share one int per token id, to save memory.
 
 
 @dataclasses.dataclass
@@ -58,7 +59,8 @@ class Reader:
           except ValueError as error:
             raise BadRow(f"{error}. Correct the row") from error
         self.places[unique_id] = place
-        prompts.append(dataclasses.replace(prompt, id=unique_id))
+        tokens = tuple(map(_IDS.setdefault, prompt.tokens, prompt.tokens))
+        prompts.append(dataclasses.replace(prompt, id=unique_id, tokens=tokens))
     return prompts
 
   @property

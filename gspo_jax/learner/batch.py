@@ -249,11 +249,9 @@ def sampler_experts(
   version have NO_EXPERT, too. The result is None if the sampler recorded no experts.
   """
   experts_BTlk = rollout.routing
-  if experts_BTlk is None:
-    return None
-  chosen_BT = segments_BT > 0
-  if version is not None and not replays_sampler:
-    chosen_BT = chosen_BT & (fed_to(rollout.version) == version)
+  if experts_BTlk is None or version is None or replays_sampler:
+    return experts_BTlk  # Padding has NO_EXPERT already, and a copy may take 50 GB.
+  chosen_BT = (segments_BT > 0) & (fed_to(rollout.version) == version)
   no_expert = experts_BTlk.dtype.type(routing.NO_EXPERT)
   return np.where(chosen_BT[:, :, None, None], experts_BTlk, no_expert)
 

@@ -120,12 +120,12 @@ def reward_metrics(
   """Computes metrics of each length class on the host.
 
   `by_length/responses` is the number of the class's responses, divided by the number of all
-  responses with tokens. `by_length/reward` is the mean reward of those responses of the class that
+  trained responses. `by_length/reward` is the mean reward of those responses of the class that
   have a verdict. If there is no such response, the mean is 0.
 
   Args:
     known_B: bool: the reward function returned a verdict on the response.
-    length_B: number of tokens of each response. A response without tokens is in no class.
+    length_B: number of tokens of each trained response; 0 for other responses, in no class.
     longest: maximum response length.
   """
   row = {}

@@ -171,10 +171,10 @@ def forward(
     compute: dtype and implementations.
 
   Raises:
-    ValueError: the parameters are on a mesh, and no mesh is set.
+    ValueError: the parameters are split over a mesh, and no mesh is set.
   """
-  if sharding.without_mesh() and not jax.typeof(params.embed).sharding.mesh.empty:
-    raise ValueError("the parameters are on a mesh: call this under jax.set_mesh(mesh)")
+  if sharding.without_mesh() and any(jax.typeof(params.embed).sharding.spec.partitions):
+    raise ValueError("the parameters are split over a mesh: call this under jax.set_mesh(mesh)")
   B, T = tokens_BT.shape
   from_start = positions is None  # If so, the cache has no earlier tokens.
   if positions is None:

@@ -163,6 +163,8 @@ def describe(value: object) -> str:
 def _array(value: ArrayLike, name: str) -> Array:
   try:
     array = jnp.asarray(value)
+  except jax.errors.JaxRuntimeError:
+    raise  # For example, the device has too little memory.
   except (TypeError, ValueError, RuntimeError) as error:  # PyTorch raises a RuntimeError.
     raise TypeError(f"{name} is no array of JAX or NumPy: {error}") from error
   if jnp.issubdtype(array.dtype, jnp.complexfloating):

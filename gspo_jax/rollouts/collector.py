@@ -237,7 +237,7 @@ class Collector:
       row |= metrics.environment_metrics(sampled)
     if c.rl.partial:
       row |= metrics.partial_metrics(
-        sampled, chosen, self._in_flight, self._surplus, self._version, c.rl.mask_truncated
+        sampled, chosen, self._in_flight, self._surplus, self._version, c
       )
     return row
 
@@ -270,7 +270,7 @@ class Collector:
     draws = itertools.count()
 
     def start_prompts() -> None:
-      """Starts prompts, up to `max_in_flight` responses, for N to N + `rl.extra_prompts` groups."""
+      """Starts prompts for N to N + `rl.extra_prompts` groups, up to `max_in_flight` responses."""
       free = (max_in_flight - sum(group.unfinished for group in groups)) // G
       count = min(free, max(N + c.rl.extra_prompts - len(waiting), N) - len(groups))
       if count > 0:

@@ -9,6 +9,7 @@ from gspo_jax.models.head import NO_TOKEN
 from gspo_jax.rollouts.groups import Group, alike, trajectories_of
 from gspo_jax.sampling import Trajectory
 from gspo_jax.sampling.trajectory import means
+from gspo_jax.settings.run import RunConfig
 
 
 def rollout_metrics(groups: Sequence[Group], outcomes: collections.Counter) -> dict[str, float]:
@@ -127,7 +128,7 @@ def partial_metrics(
   in_flight: Sequence[Group],
   surplus: Container[int],
   version: int,
-  mask_truncated: bool,
+  config: RunConfig,
 ) -> dict[str, float]:
   """Computes metrics of partial rollouts.
 
@@ -143,13 +144,14 @@ def partial_metrics(
     in_flight: groups carried over to the next iteration, finished or not.
     surplus: Python ids of groups finished in earlier iterations.
     version: version of the sampling weights at the start of sampling.
-    mask_truncated: value of `rl.mask_truncated`.
+    config: configuration of the run.
   """
   trained = (
     x
     for group in chosen
     for i, x in enumerate(group.trajectories)
-    if i not in group.unknown and not (mask_truncated and x.truncated)
+    if (i not in group.unknown or config.distillation.alone)
+    and not (config.rl.mask_truncated and x.truncated)
   )
   version_X = np.concatenate([[], *(x.version[x.turns >= 0] for x in trained)])
   waiting = [group for group in in_flight if group.finished]

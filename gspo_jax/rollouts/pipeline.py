@@ -334,7 +334,7 @@ def get_state(collected: Collected) -> dict[str, Any]:
   `from_state` builds the rollout from the groups again.
   """
   file, arrays = io.BytesIO(), {name: getattr(collected, name) for name in ARRAYS}
-  np.savez_compressed(file, **{name: x for name, x in arrays.items() if x is not None})
+  np.savez(file, **{name: x for name, x in arrays.items() if x is not None})
   return dict(
     step=collected.step,
     version=collected.version,

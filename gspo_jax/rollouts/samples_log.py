@@ -9,8 +9,8 @@ from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.rollouts.collector import Collected
 from gspo_jax.sampling.transcript import transcripts
 
-# Maximum number of response tokens listed in the records of an iteration. Further records have no
-# tokens, token ids or values of tokens.
+# Maximum number of response tokens listed in the records of an iteration. Further records have
+# neither tokens nor values of tokens.
 TOKENS = 200_000
 
 
@@ -40,10 +40,10 @@ def rollout_records(
     ids_X = rollout.tokens[row][used_L].tolist()
     single_turn = rollout.response(row) == ids_X
     if single_turn:  # The records of single turns can be training data (data/recorded.py).
+      # Encoding the texts again may give different tokens, so ids are logged, too.
       record["prompt_ids"] = rollout.tokens[row, : rollout.prompt_lengths[row]].tolist()
+      record["response_ids"] = ids_X
     if token_count <= TOKENS:
-      # Encoding the text again may give different tokens, so ids are logged, too (single turns).
-      record |= dict(response_ids=ids_X) if single_turn else {}
       record |= dict(tokens=[texts[i] for i in ids_X]) | _token_columns(tokens)
     records.append(record)
   return records

@@ -257,7 +257,8 @@ def new_groups(
     group = list(itertools.islice(beginnings, size))
     # Environments choose their prompts (`reset`), so the prompts of a group may differ.
     first = max(next_sample[x.tokens] for x in group)
-    next_sample |= {x.tokens: first + size for x in group}
+    for x in group:
+      next_sample[x.tokens] = first + size
     trajectories = [
       Trajectory(x.tokens, g, seed, x.environment, tag) for g, x in enumerate(group, first)
     ]

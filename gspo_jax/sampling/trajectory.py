@@ -257,7 +257,7 @@ class Trajectory:
   def get_state(self) -> dict[str, Any]:
     """Returns the trajectory without environment and tag, in JSON types, for a checkpoint."""
     arrays, file = self.columns | dict(routing=self.experts, support=self.support), io.BytesIO()
-    np.savez_compressed(file, **{name: x for name, x in arrays.items() if x is not None})
+    np.savez(file, **{name: x for name, x in arrays.items() if x is not None})
     plain = "prompt sample seed turn calls finished stopped limit figures failure".split()
     state = {name: getattr(self, name) for name in plain} | dict(_begun=self._turn_start)
     return state | dict(arrays=base64.b64encode(file.getvalue()).decode())

@@ -208,7 +208,9 @@ class ObjectiveConfig:
   @property
   def standardises(self) -> bool:
     """Whether rewards are standardised within groups, as sums with costs need."""
-    return (self.advantage or self.loss.advantage) in ("std", "gdpo", "constraints")
+    if self.advantage in ("gdpo", "constraints"):
+      return self.loss.advantage != "soft"  # Soft advantages are those of spo alone.
+    return self.advantage_kind == "std"
 
   @property
   def needs_reference(self) -> bool:

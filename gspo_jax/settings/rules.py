@@ -242,8 +242,8 @@ UNUSED = (
     lambda c: not c.environment.costs, "test_costs"),
   Unused("objective.clip_length", "has no effect without objective.clip_exponent",
     lambda c: not c.objective.clip_exponent, "CHANGELOG: options of a loss did nothing"),
-  Unused("objective.off_policy_threshold", "has no effect: responses with Â < 0 are not trained on",
-    lambda c: c.objective.advantage_kind in ("best", "reward"), "test_epochs"),
+  Unused("objective.off_policy_threshold", "has no effect: Â < 0 is not trained on", lambda c:
+    c.objective.name == "rft" or c.objective.advantage_kind in ("best", "reward"), "test_epochs"),
   Unused("objective.kl_groups", "has no effect without objective.kl_coef",
     lambda c: not c.objective.kl_coef, "CHANGELOG: options of a loss did nothing"),
   Unused("objective.adaptive_clip", "has no effect, since {objective.adaptive_clip.target}",

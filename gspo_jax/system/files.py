@@ -119,7 +119,7 @@ def write_whole(path: str | os.PathLike, texts: Iterable[str]) -> None:
 def seal(value: Any) -> str:
   """Returns a value as JSON with a checksum, for `unseal`."""
   text = json.dumps(value)
-  return json.dumps(dict(crc32=zlib.crc32(text.encode()), value=value))
+  return f'{{"crc32": {zlib.crc32(text.encode())}, "value": {text}}}'  # The text is encoded once.
 
 
 def unseal(text: str | bytes) -> Any:

@@ -423,6 +423,7 @@ def test_weights_that_rounding_would_change_are_float32_in_every_file(case, tmp_
   assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
   read, _ = hf.load(tmp_path, dtype=jnp.bfloat16)
   hf.save(tmp_path / "again", read, case.config)
+  assert json.loads((tmp_path / "again/config.json").read_text())["torch_dtype"] == "bfloat16"
   for name, array in tensors(tmp_path / "again").items():
     assert array.dtype == saved[name].dtype
     np.testing.assert_array_equal(array, saved[name])

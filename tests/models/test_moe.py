@@ -48,6 +48,19 @@ def plain_scalar(tokens=37, case="mixed", activation=None, scale=1):
   return scalar(plain_experts, index)(scale * x, gate, w)
 
 
+def test_products_with_the_router_are_not_rounded():
+  """Each of them, also those of the gradients, asks for the highest precision."""
+  x_BTD, router_DE = jnp.ones((2, 3, 16)), jnp.ones((16, CONFIG.num_experts))
+
+  def loss(x_BTD, router_DE):
+    return moe.route(x_BTD, router_DE, CONFIG, jnp.ones((2, 3)))[2].z
+
+  jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x_BTD, router_DE)
+  highest = (jax.lax.Precision.HIGHEST,) * 2
+  precisions = [x.params["precision"] for x in jaxpr.eqns if x.primitive.name == "dot_general"]
+  assert precisions.count(highest) == 3
+
+
 FORMS_AND_CASES = [
   # Kernels are slow to interpret; cases differ in the layout, which the forms share.
   pytest.param(name, case, marks=pytest.mark.long)

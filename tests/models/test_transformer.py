@@ -226,8 +226,13 @@ def test_arrays_of_numpy_are_taken_everywhere():
 def test_parameters_on_a_mesh_need_it_set():
   mesh = sharding.make_mesh(MeshConfig(1, 8, 1, 1))
   params = jax.device_put(initial(DENSE), transformer.shardings(DENSE, sharding.TRAIN, mesh))
-  with pytest.raises(ValueError, match=r"on a mesh: call this under jax\.set_mesh"):
+  with pytest.raises(ValueError, match=r"over a mesh: call this under jax\.set_mesh"):
     transformer.logits(params, DENSE, tokens_of(DENSE))
+  whole = jax.device_put(initial(DENSE), jax.NamedSharding(mesh, sharding.P()))
+  expected = transformer.logits(initial(DENSE), DENSE, tokens_of(DENSE))
+  np.testing.assert_allclose(
+    transformer.logits(whole, DENSE, tokens_of(DENSE)), expected, atol=1e-5
+  )
 
 
 def test_the_platform_is_that_of_the_default_device(monkeypatch):

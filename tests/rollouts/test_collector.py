@@ -37,6 +37,7 @@ from support.small_models import forward, next_logp
 from gspo_jax import rewards
 from gspo_jax.data.sources import Prompts
 from gspo_jax.rewards import NoVerdictError, Scores
+from gspo_jax.rollouts import samples_log
 from gspo_jax.rollouts.groups import Group
 from gspo_jax.rollouts.metrics import environment_metrics
 from gspo_jax.runs.metrics import Stopwatch
@@ -441,6 +442,16 @@ def test_a_batch_without_any_verdict_ends_the_run():
   with pytest.raises(NoVerdictError, match=message):
     collect()
   assert len(files["unknown", "rl", 1]) == 9
+
+
+def test_every_response_of_a_dump_has_its_token_ids(monkeypatch):
+  (batch,), _ = iterate(1, extra_prompts=0)
+  half = int(batch.rollout.lengths.sum()) // 2  # Later records have no tokens.
+  monkeypatch.setattr(samples_log, "TOKENS", half)
+  records = dumped(batch)
+  assert {"tokens" in record for record in records} == {True, False}
+  for row, record in enumerate(records):
+    assert record["response_ids"] == batch.rollout.response(row)
 
 
 def test_the_dump_of_a_rollout_says_what_is_unknown():

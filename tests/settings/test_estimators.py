@@ -47,6 +47,11 @@ CHOSEN = {
     "gdpo",
     "gdpo",
   ),
+  "a teacher, named, and a cost": (
+    TEACHER | COST | dict(objective__advantage="distillation"),
+    "distillation",
+    "constraints",
+  ),
   "turns": (TALK, "turns", "turns"),
   "turns by their mean": (TALK | dict(objective__advantage="none"), "turns", "turns"),
   "conversations": (TALK | dict(objective__name="rft"), "best", "best"),

@@ -311,7 +311,12 @@ REFUSED = [
   (
     BASE,
     dict(objective__advantage="reward", objective__off_policy_threshold=0.1),
-    r"off_policy_threshold=0\.1 has no effect: responses with",
+    r"off_policy_threshold=0\.1 has no effect: Â < 0 is not trained on",
+  ),
+  (
+    BASE,
+    RFT | dict(objective__advantage="std", objective__off_policy_threshold=0.1),
+    r"off_policy_threshold=0\.1 has no effect",
   ),
   (
     TOOLS,

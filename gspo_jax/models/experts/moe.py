@@ -84,9 +84,9 @@ class RouterStats:
 
 
 def _router_logits(x_BTD: jax.Array, router_DE: jax.Array) -> jax.Array:
-  """Computes the router's logits [B, T, E] in float32, also on TPUs.
+  """Computes the router's logits [B, T, E] in float32.
 
-  With the default precision, TPUs would round the factors to bfloat16.
+  With the default precision, TPUs would round the factors to bfloat16, and GPUs to TF32.
   """
   x_BTD, router_DE = x_BTD.astype(jnp.float32), router_DE.astype(jnp.float32)
   with jax.default_matmul_precision("highest"):

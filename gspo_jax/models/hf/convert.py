@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -311,8 +311,7 @@ def save(
   kinds = [array.dtype for array in arrays] if dtype is None else _kinds(table, dtype)
   if unknown := {kind.name for kind in kinds} - set(_SAVED):
     raise ValueError(f"dtype={min(unknown)} is not one of {', '.join(_SAVED)}")
-  widest = max(kinds, key=lambda kind: kind.itemsize)
-  config = hf_config.to_hf(model_config, jnp.dtype(dtype or widest).name)
+  config = hf_config.to_hf(model_config, jnp.dtype(dtype or _widest(table, kinds)).name)
   config = other_model.wrap_config(config) | dict(more or {})
   require_finite(directory, leaves, arrays, kinds)
   plan = by_layer(leaves)
@@ -339,8 +338,19 @@ def _kinds(table: transformer.Params, dtype: Any) -> list[jnp.dtype]:
 
   These are biases on the choice of experts, and decays and norms of linear attention.
   """
-  wide = [w.dtype == jnp.float32 and not w.inputs for w in jax.tree.leaves(table)]
-  return [jnp.promote_types(dtype, jnp.float32) if x else jnp.dtype(dtype) for x in wide]
+  wide, other = jnp.promote_types(dtype, jnp.float32), jnp.dtype(dtype)
+  return [wide if _is_exact(weight) else other for weight in jax.tree.leaves(table)]
+
+
+def _widest(table: transformer.Params, kinds: Sequence[jnp.dtype]) -> jnp.dtype:
+  """Returns the widest dtype of the weights, without those of `_is_exact`."""
+  weights = zip(jax.tree.leaves(table), kinds, strict=True)
+  return max((kind for w, kind in weights if not _is_exact(w)), key=lambda kind: kind.itemsize)
+
+
+def _is_exact(weight: Any) -> bool:
+  """Whether published files have the weight in float32, and others in any dtype."""
+  return weight.dtype == jnp.float32 and not weight.inputs
 
 
 def _merge(params: transformer.Params, dtype: Any) -> transformer.Params:

@@ -36,7 +36,7 @@ from gspo_jax.settings.model import ComputeConfig, ModelConfig
 from gspo_jax.settings.sampling import EngineConfig
 from gspo_jax.system import hosts, preemption
 
-# Maximum number of new tokens of a call with stop strings. The engine detects them after the call.
+# New tokens of a call with stop strings: at most this number, or an eighth of the response.
 STOP_PIECE = 64
 MAX_FAILURES = 6  # Consecutive failed calls of a response before the response fails.
 ABORT_S = 20.0  # Maximum seconds to wait for the answers to aborted calls.
@@ -377,7 +377,7 @@ class Pending:
     """Returns the next call. Its seed is a hash of seed, prompt, sample number and position."""
     request, tokens = self.request, (*self.request.prefix, *self.tokens.tolist())
     count = min(self.remaining, workload.piece or self.remaining)
-    count = min(count, STOP_PIECE) if request.stop_strings else count
+    count = min(count, max(STOP_PIECE, len(self.tokens) // 8)) if request.stop_strings else count
     position = len(tokens) - len(request.prompt)
     noise = np.array([request.seed, self.sample, position, *request.prompt], "<i8").tobytes()
     seed = zlib.crc32(noise) & 0x7FFFFFFF
