@@ -343,7 +343,7 @@ def _kinds(table: transformer.Params, dtype: Any) -> list[jnp.dtype]:
 
 
 def _widest(table: transformer.Params, kinds: Sequence[jnp.dtype]) -> jnp.dtype:
-  """Returns the widest dtype of the weights, without those of `_is_exact`."""
+  """Returns the widest dtype of all weights but the exact ones (`_is_exact`)."""
   weights = zip(jax.tree.leaves(table), kinds, strict=True)
   return max((kind for w, kind in weights if not _is_exact(w)), key=lambda kind: kind.itemsize)
 
