@@ -49,7 +49,8 @@ def lines(
     if not case.configured or case.one_batch:  # A run has another batch.
       return [*text, unknown, f"next: {_command(_drop(arguments, 'sequences', 'length'))}"]
     flags = [x for x in _with_values(arguments) if x.lstrip("-").startswith("config")]
-    flags += [f"--config.engine.slots={case.slots}"] * bool(case.slots)
+    if case.slots:
+      flags.append(f"--config.engine.slots={case.slots}")
     run = shlex.join(["python", "-m", "gspo_jax.main", *flags, "--workdir=DIR"])
     fraction = f"XLA_PYTHON_CLIENT_MEM_FRACTION={GPU_FRACTION:g}"  # As compiled.
     return [*text, unknown, f"next, on {topology}: {fraction} {run}"]

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from gspo_jax.verifiers import pool
 from gspo_jax.verifiers.mathematics import golds, quantity
 from gspo_jax.verifiers.mathematics.extract import BOX, extract
-from gspo_jax.verifiers.mathematics.spelling import MAX_ANSWER, normalise
+from gspo_jax.verifiers.mathematics.spelling import MAX_ANSWER, normalise, same_numbers
 
 MAX_CACHED = 1 << 16  # Outcomes in the cache of symbolic comparisons; a larger cache is cleared.
 UNREADABLE = "the gold answer {!r:.80} cannot be read as mathematics"
@@ -274,7 +274,7 @@ def judge(candidate: str, answer: str) -> Outcome:
   readings = _gold_readings(answer)
   if not readings:
     raise ValueError(UNREADABLE.format(answer))
-  if not equal.same_half_days(answer, candidate):
+  if not (equal.same_half_days(answer, candidate) and same_numbers(answer, candidate)):
     return Outcome.WRONG
   # A gold answer that is a number, such as 1,234, is not read as a list. The number 2mg, with a
   # unit, may also be the product 2·m·g.

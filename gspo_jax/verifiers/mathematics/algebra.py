@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator
 
 import sympy as sp
+from mpmath.libmp import NoConvergence
 
 from gspo_jax.verifiers.mathematics.values import MAX_FACTORIAL
 
@@ -42,6 +43,7 @@ _STEPS = [
 _INTEGERS = [2, 3, 5, 8, 4, 7, 6, 9]  # Values of integers such as n in (-1)^n, even and odd.
 MAX_KINKS = 8  # Maximum absolute values and roots whose zeros are computed, and their degree.
 MAX_KINK = 10_000  # Largest zero: 2^x has a bounded size there.
+MAX_COEFFICIENT = 10**30  # Largest coefficient of a polynomial whose zeros are computed.
 
 _UNEVALUATED = (sp.Sum, sp.Product, sp.Integral, sp.Limit)
 # Errors of SymPy for unsupported operations.
@@ -226,7 +228,8 @@ def _kink_points(a, b, symbols) -> Iterator[list]:
     kinks = sorted(set().union(*(values for variables, values in zeros if symbol in variables)))
     ends = [kinks[0] - 1, *kinks, kinks[-1] + 1] if kinks else []
     for start, end in itertools.pairwise(ends):
-      # Not the middle: as an exponent, 1/2 may give huge integers.
+      # Between integers the middle is a multiple of 1/2, and 9^x an integer of many digits. At 3/7
+      # of the way this is rare, and `MAX_KINK` limits the digits.
       value = start + (end - start) * sp.Rational(3, 7)
       yield [*_POINTS[0][:index], value, *_POINTS[0][index + 1 :]]
 
@@ -236,18 +239,34 @@ def _is_root(power: sp.Pow) -> bool:
 
 
 def _zeros(value) -> list:
-  """Returns the real zeros and poles of a fraction in one variable, to 15 digits.
+  """Returns the real zeros and poles of a univariate fraction, to 12 digits.
 
-  Returns [] for other expressions, and for fractions of a degree above `MAX_KINKS`. Zeros above
-  `MAX_KINK` are ignored.
+  Returns [] for other expressions, and for fractions of a degree above `MAX_KINKS` or with
+  coefficients above `MAX_COEFFICIENT`. Zeros above `MAX_KINK` are ignored.
   """
   if _degree(value) > MAX_KINKS:
     return []
-  with contextlib.suppress(*_REFUSALS, sp.PolynomialError):
+  with contextlib.suppress(*_REFUSALS, NoConvergence, sp.polys.polyerrors.BasePolynomialError):
     parts = [sp.Poly(part, *value.free_symbols) for part in sp.fraction(sp.together(value))]
-    roots = [sp.Rational(str(x.evalf(15))) for part in parts for x in sp.real_roots(part)]
+    roots = [root for part in parts for root in _real_roots(part)]
     return [root for root in roots if abs(root) <= MAX_KINK]
   return []
+
+
+def _real_roots(polynomial: sp.Poly) -> list:
+  """Returns the real roots of a univariate polynomial, to 12 digits.
+
+  Returns [] if a coefficient, its numerator or its denominator exceeds `MAX_COEFFICIENT`.
+  """
+  coefficients = polynomial.coeffs()
+  if all(c.is_Rational for c in coefficients):
+    if any(max(abs(c.p), c.q) > MAX_COEFFICIENT for c in coefficients):
+      return []
+    intervals = polynomial.intervals(eps=sp.Rational(1, 10**12))
+    return [(start + end) / 2 for (start, end), _ in intervals]
+  if any(sp.Abs(c).evalf(15, maxn=400) > MAX_COEFFICIENT for c in coefficients):
+    return []
+  return [sp.Rational(str(root)) for root in polynomial.nroots(15) if root.is_real]
 
 
 def _degree(value) -> int:

@@ -23,6 +23,11 @@ _SENTENCE = re.compile(
 )
 _NONE = re.compile(r"(?:none of (?:these|the above)|not enough information)\W*", re.IGNORECASE)
 _SIGN = re.compile(r"[\d\\^+*/=<>|(\[{_-]")  # A sign of a formula.
+# Letters of other choices in brackets, such as (b), (c). Together they are no option.
+_OTHERS = re.compile(
+  r"(?:[\s,;/&$-]*(?:\\left)?[(\[{]\s*[A-Jb-j](?:\s*[,;/]\s*[A-Jb-j])*\s*(?:\\right)?[)\]}])+"
+  r"\W*"
+)
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _WORDS = re.compile(r"\s*\(?[A-J][).:]\s*(?!is\b)[A-Za-z]{2}")
 
@@ -42,6 +47,8 @@ def split(text: str) -> tuple[str, str] | None:
     return None
   letter, option = match[1] or match[2] or match[3], match[4]
   words = TEXT.sub(r"\1", option).strip()
+  if _OTHERS.fullmatch(words):
+    return None
   if match["formula"] and re.search(r"[A-Za-z]{2}|\b[A-J]\b", _COMMAND.sub(" ", words)):
     return None  # A remark, or another letter.
   if match["formula"] and _SIGN.search(words):

@@ -5,6 +5,7 @@ import re
 from gspo_jax.verifiers.mathematics.tokens import Token, Unreadable, spell
 
 _INTEGERS = ("mathbbZ", "vecZ", "boldZ", "Z")  # Spellings of the set, by `shape`.
+_INTEGER_SET = (Token("command", "mathbb"), Token("letter", "Z"))
 _BOUNDS = frozenset(["<", ">", "<=", ">=", "!="])
 _RELATIONS = dict(le="<=", ge=">=", ne="!=", approx="~") | {x: x for x in ("=", "<", ">", "in")}
 
@@ -80,7 +81,8 @@ def without_reals(tokens: list[Token]) -> list[Token]:
 def without_integers(tokens: list[Token]) -> list[Token]:
   r"""Removes the condition ", k \in \mathbb{Z}" or "(k \in \mathbb{Z})" after a formula in k.
 
-  Inequalities in k alone keep it: the integers above 2 are not all numbers above 2.
+  Inequalities in k alone keep it, spelled \mathbb{Z}: the integers above 2 are not all numbers
+  above 2.
   """
   plain = _without_last_brackets(tokens)
   *before, last = split(plain)
@@ -92,7 +94,7 @@ def without_integers(tokens: list[Token]) -> list[Token]:
     return tokens
   bounds = [not _BOUNDS.isdisjoint(cut(part)[0]) for part in before]
   alone = all(bounds) and all(names == {name} for names in letters)
-  return plain if alone else plain[: -len(last) - 1]
+  return [*plain[: -len(parts[1])], *_INTEGER_SET] if alone else plain[: -len(last) - 1]
 
 
 def _without_last_brackets(tokens: list[Token]) -> list[Token]:

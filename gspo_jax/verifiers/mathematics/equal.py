@@ -216,8 +216,10 @@ def _same_group(gold: Group, ours: Group) -> bool:
   if kinds == {"tuple"}:
     brackets = gold.brackets == ours.brackets
     return brackets and _in_order(gold.items, ours.items)
-  if kinds == {"list", "tuple"} and (_has_one_label(gold) or _has_one_label(ours)):
-    return False  # The roots x = -1 or x = 3 are neither a pair nor the interval (-1, 3).
+  if kinds == {"list", "tuple"}:
+    pair, roots = (gold, ours) if gold.kind == "tuple" else (ours, gold)
+    if _has_one_label(roots) and nodes.is_pair(pair):
+      return False  # The roots x = -1 or x = 3 are neither a pair nor the interval (-1, 3).
   if kinds in ({"ratio"}, {"list", "tuple"}):
     bracket = next((g.brackets for g in (gold, ours) if g.kind == "tuple"), "()")
     return bracket == "()" and _in_order(gold.items, ours.items)

@@ -99,6 +99,13 @@ def as_region(node) -> Region | None:
   return None
 
 
+def is_pair(group: Group) -> bool:
+  """Whether a group consists of two expressions without names."""
+  values = [item.value for item in group.items if isinstance(item, Scalar)]
+  matrices = any(isinstance(value, sp.MatrixBase) for value in values)
+  return len(values) == len(group.items) == 2 and not matrices
+
+
 def solve(operator: str, difference, x: sp.Symbol) -> sp.Set:
   """Returns the real solutions x of a relation between `difference` and 0."""
   if operator == "!=":

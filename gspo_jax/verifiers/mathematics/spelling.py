@@ -58,6 +58,11 @@ _FOR_ALL = re.compile(
   r"(?: ?\\in ?\\mathbb ?\{?[RZNQ]\}?(?:[_^]\{?[>0+*]{1,2}\}?)?)? ?$"
 )
 _NOT_REAL = re.compile(r"positive|negative|natural|integer|[ZNQ]|[_^]")
+_NUMBERS = {
+  "R": re.compile(r"\breals?\b|R"),
+  "Q": re.compile("Q"),
+  "Z": re.compile("natural|integer|[ZN]"),
+}
 
 
 def without_quantifier(text: str) -> str:
@@ -73,6 +78,24 @@ def without_quantifier(text: str) -> str:
   if not match or (_NOT_REAL.search(match[0]) and not function):
     return text
   return text[: match.start()].rstrip(" ,")
+
+
+def same_numbers(gold: str, ours: str) -> bool:
+  """Whether two texts quantify over the same numbers.
+
+  The numbers of "for all x" are real, rational or integers; their sign does not count. True if a
+  text does not name them.
+  """
+  numbers = {_numbers(text) for text in (gold, ours)} - {None}
+  return len(numbers) < 2
+
+
+def _numbers(text: str) -> str | None:
+  """Returns the numbers R, Q or Z of "for all x", or None."""
+  match = _FOR_ALL.search(re.sub(r"\s+", " ", text))
+  if not match:
+    return None
+  return next((label for label, names in _NUMBERS.items() if names.search(match[0])), None)
 
 
 def plain(text: str) -> str:

@@ -147,7 +147,13 @@ def test_no_inequality_is_solved_for_a_number(answer):
   assert outcome("5", answer) is Outcome.WRONG
 
 
-@pytest.mark.parametrize("gold", [r"|((x^8-3)^8-5)^{16}-7|", "|x-10^8|+9^x"])
+LARGE = (
+  r"|((x^8-3)^8-5)^{16}-7|", "|x-10^8|+9^x", "|10^{999}x^8-7^{999}x^3+3^{999}x-1|",
+  "|x^8-2(10^{14}x-1)^2|", r"|\sqrt{3^{900}}x^8-\pi^{999}x^3+\sqrt[3]{2}x-1|",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("gold", LARGE)
 def test_points_between_kinks_are_bounded(gold):
   assert outcome("|x|", "x") is Outcome.WRONG  # SymPy is imported
   answer = gold + "+(x+1)^2-x^2-2x-1"
