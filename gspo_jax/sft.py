@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from gspo_jax import sharding
 from gspo_jax.data import sources
@@ -23,6 +22,7 @@ from gspo_jax.run import Run
 from gspo_jax.runs.checkpoint import Checkpointer, DamagedError
 from gspo_jax.runs.phase import Phase
 from gspo_jax.structs import ModelInputs, Prompt, TrainBatch, TrainState
+from gspo_jax.system import hosts
 
 # Maximum number of held-out demonstrations. Of fewer than 256 demonstrations, half are held out.
 HELD_OUT = 128
@@ -85,7 +85,7 @@ def sft(run: Run) -> Any:
       if reported:
         run.report.update(phase.stages)
       done = step
-  if c.sft.target_loss and loss is not None and jax.process_index() == 0:
+  if c.sft.target_loss and loss is not None and hosts.is_first():
     sys.stderr.write(_describe_end(done, loss, c.sft.target_loss))
   return state.params
 
@@ -174,7 +174,7 @@ def finished(run: Run) -> bool:
   """Whether the cold start of this workdir has ended. If RL has checkpoints, it has."""
   rl_started = _has_checkpoints(run, "rl")
   if not _has_checkpoints(run, "sft"):
-    if rl_started and jax.process_index() == 0:
+    if rl_started and hosts.is_first():
       directory = run.config.checkpoint.phase_directory(run.workdir, "sft")
       sys.stderr.write(f"{directory} is missing; RL has checkpoints and resumes without it\n")
     return rl_started
@@ -200,7 +200,7 @@ def _has_checkpoints(run: Run, phase: str) -> bool:
   directory = run.config.checkpoint.phase_directory(run.workdir, phase)
   # All hosts use the first host's result, since the first host may create the directory before the
   # other hosts check.
-  if not multihost_utils.broadcast_one_to_all(np.int32(directory.exists())):
+  if not hosts.broadcast(directory.exists()):
     return False
   with contextlib.closing(Checkpointer(run.workdir, phase, run.config.checkpoint)) as checkpoints:
     return checkpoints.latest() is not None

@@ -123,7 +123,7 @@ def sampling_row(case: Case, mesh: Any, topology: str, row: Mapping[str, Any]) -
   """
   size, lengths, steps = _steps(case, mesh)
   seconds = decode_seconds(steps, sum(lengths) / size.slots, row)
-  seconds += _prefill_seconds(case, mesh, topology)
+  seconds += _prefill_seconds(case, size, mesh, topology)
   speed = sum(lengths) / seconds / chips.mesh_chips(topology, mesh)[1]
   return dict(steps=steps, search_s=seconds, speed=speed)
 
@@ -146,7 +146,7 @@ def sampling_bound(case: Case, mesh: Any, topology: str) -> LowerBounds:
   moved = steps * needed("decode", case, mesh)
   if size.pages:  # Idle slots read no pages.
     moved -= (steps - sum(lengths) / size.slots) * filled_cache(case, mesh)
-  filling = _prefill_seconds(case, mesh, topology)
+  filling = _prefill_seconds(case, size, mesh, topology)
   sent = steps * sent_to_experts(case, mesh, topology, size.slots)
   seconds = chips.seconds(chip, number, steps * work, moved * per_chip, sent * per_chip)
   return LowerBounds(memory * per_chip, {name: n + filling for name, n in seconds.items()})
@@ -159,10 +159,9 @@ def _steps(case: Case, mesh: Any) -> tuple[Sizes, list[int], int]:
   return size, lengths, decode_steps(lengths, size.slots, not case.config.rl.partial)
 
 
-def _prefill_seconds(case: Case, mesh: Any, topology: str) -> float:
+def _prefill_seconds(case: Case, size: Sizes, mesh: Any, topology: str) -> float:
   """Minimum seconds of an iteration's prefills."""
   chip, number = chips.mesh_chips(topology, mesh)
-  size = sizes(case.workload, case.engine, sharding.batch_shards(mesh))
   prompts_per_call = size.at_once(size.prompt) * size.shards
   work = flops.work(case.model, prompts_per_call, size.prompt, size.prompt, heads=1).forward()
   moved = needed("prefill", case, mesh) * chip.devices
@@ -260,10 +259,9 @@ def lines(total: Iteration, case: Case) -> list[str]:
     for p in total.parts
   )
   return [
-    f"one iteration: {total.tokens:,.0f} tokens of "
-    f"{case.config.rl.prompts * case.config.rl.group_size:,} responses, exponential lengths of "
-    f"{case.lengths.mean:,.0f} in the mean and at most {case.lengths.most:,}, prompts of "
-    f"{case.prompt:,.0f}",
+    f"one iteration: {total.tokens:,.0f} tokens of {case.config.rl.rows:,} responses, exponential "
+    f"lengths of {case.lengths.mean:,.0f} in the mean and at most {case.lengths.most:,}, prompts "
+    f"of {case.prompt:,.0f}",
     *parts,
     f"    {total.seconds:,.4g} s, {total.speed:,.0f} tokens/s/chip; {total.binds.name} takes most "
     f"of the time, bound by {total.binds.binds}",

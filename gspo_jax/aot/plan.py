@@ -232,7 +232,7 @@ def iteration(
   taught: the teacher; None for a run without a teacher.
   """
   c, rl = config, config.rl
-  responses, prompt = rl.prompts * rl.group_size, c.data.max_prompt_tokens
+  responses, prompt = rl.rows, c.data.max_prompt_tokens
   tokens = responses * c.sampling.max_new_tokens
   prompt_P, prompt_B = np.full(rl.prompts, prompt), np.full(responses, prompt)
   end_B = prompt_B + c.sampling.max_new_tokens

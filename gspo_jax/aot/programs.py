@@ -110,9 +110,8 @@ class Case:
   @property
   def configured(self) -> bool:
     """Whether the command line leaves sequences and length as configured."""
-    rl, window = self.config.rl, self.workload.window
-    update = rl.prompts * rl.group_size // rl.minibatches
-    return (self.sequences, self.length) == (update, window)
+    rl = self.config.rl
+    return (self.sequences, self.length) == (rl.rows // rl.minibatches, self.workload.window)
 
   @property
   def group_size(self) -> int:
@@ -202,7 +201,7 @@ def make_case(
   rl = config.rl
   return Case(
     config,
-    sequences or rl.prompts * rl.group_size // rl.minibatches,
+    sequences or rl.rows // rl.minibatches,
     1 if sequences else rl.microbatches,
     length or config.data.max_prompt_tokens + config.sampling.max_new_tokens,
     one_batch=sequences > 0,

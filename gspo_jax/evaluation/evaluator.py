@@ -122,8 +122,7 @@ class Evaluator:
     log = ResumeLog(self.directory, key)
     total = sum(len(r.benchmark.problems) for r in rounds)
     logged = sum(len(chunk["problems"]) for r in rounds for chunk in log.find(r.name))
-    shows = hosts.is_first()
-    with Progress("eval", total, start=logged, delay=5.0, active=shows) as progress:
+    with Progress("eval", total, start=logged, delay=5.0, active=hosts.is_first()) as progress:
       if alone:
         progress.wait()
       all_results = [self._round(engine, r, log, progress) for r in rounds]
@@ -341,8 +340,7 @@ class Evaluator:
       Counts of outcomes, and further fields of each response's record.
     """
     if benchmark.environment is not None:
-      failures = [trajectory.failure for trajectory in trajectories]
-      unknown = {i: f"crash: {failure}" for i, failure in enumerate(failures) if failure}
+      unknown = {i: f"crash: {x.failure}" for i, x in enumerate(trajectories) if x.failure}
       figures = [{k: x for k, x in t.figures.items() if k != "correct"} for t in trajectories]
       right_B = right(trajectories, self.right_from)
       rows = [

@@ -37,8 +37,7 @@ def summary(benchmark: Benchmark, result: Row) -> dict[str, float]:
     interval = np.percentile(elo.rating(accuracy_P[indices], rating_P[indices]), [2.5, 97.5])
     row |= _bounded("rating", elo.rating(accuracy_P, rating_P), *interval)
   if benchmark.config.standings:
-    rating = elo.virtual_rating(*_participations(benchmark, right_PG))
-    row |= _bounded("contest_rating", *rating)
+    row |= _bounded("contest_rating", *elo.virtual_rating(*_participations(benchmark, right_PG)))
   rewards = [record["reward"] for record in records if "unknown" not in record]
   row |= {"reward/mean": float(np.mean(rewards))} if rewards else {}
   row["response_length/mean"] = float(np.mean([r["length"] for r in records]))

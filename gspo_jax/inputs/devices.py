@@ -101,8 +101,7 @@ def workloads(config: RunConfig, tok: Tokenizer, evaluations: Sequence[HeldOut])
       stop_ids=stops,
       several_turns=bool(c.environment.name) and not b.config.reward,
     )
-    size = len(b.problems), b.config.samples
-    loads.append(workload(c.eval, c.eval.temperature, *size, **fields))
+    loads.append(workload(c.eval, c.eval.temperature, len(b.problems), b.config.samples, **fields))
   return loads
 
 

@@ -79,8 +79,7 @@ class PromptFilter:
       elif not same_kind:
         streak = 0
       right += int(right_X.sum())
-      counts = tried + 1, responses + len(right_X), right, streak
-      self._tried[name] = [*counts, group.prompt.content]
+      self._tried[name] = [tried + 1, responses + len(right_X), right, streak, group.prompt.content]
       if 0 < self.config.drop_after <= abs(streak):
         self._dropped.setdefault(name, step)
       else:

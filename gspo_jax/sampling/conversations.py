@@ -13,9 +13,9 @@ import functools
 import itertools
 import math
 import operator
-import reprlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from reprlib import repr as _repr
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -241,10 +241,6 @@ def _printable_line(write: Callable[[], str]) -> str:
     text = f"{type(error).__name__} in the text of another exception"
   text = text if len(text) <= REASON else f"{text[:REASON]}..."
   return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
-
-
-def _repr(value: Any) -> str:
-  return reprlib.repr(value)
 
 
 def _prompt(

@@ -167,7 +167,7 @@ class ModelConfig:
           "{num_experts}, {router.groups}: groups must have equal sizes of at least two experts",
         ),
         (
-          not any(map(self.is_moe, range(self.num_layers))),
+          not self.num_moe_layers,
           "{num_experts}: no layer has experts with {num_layers}, {decoder_sparse_step} and "
           "{mlp_only_layers}",
         ),

@@ -209,8 +209,7 @@ def insert(cache: Any, rows: Any, index_r: jax.Array) -> Any:
   """
 
   def write_rows(x: jax.Array, new: jax.Array) -> jax.Array:
-    first_slots = tuple(map(slice, new.shape[2:]))
-    return x.at[:, index_r, *first_slots].set(new, mode="drop")
+    return x.at[:, index_r, *map(slice, new.shape[2:])].set(new, mode="drop")
 
   return jax.tree.map(write_rows, cache, rows)
 

@@ -53,7 +53,7 @@ def _update(state_HJ, q_H1, k_H1, v_1J, beta_1J, decay_1J, qk):
   return read_1J + qk * u_1J, state_HJ * decay_1J + k_H1 * u_1J
 
 
-def _arrays(inputs: Inputs, J: int) -> list[jax.Array]:
+def _arrays(inputs: Inputs) -> list[jax.Array]:
   """Returns queries, keys, values, strengths and decays of the position in float32.
 
   Strengths and decays are repeated over the width J, so that the kernels read no scalars.
@@ -91,7 +91,7 @@ def step_tpu(
   key_spec = pl.BlockSpec((1, k, H), lambda b, i, _: (b, i, 0))
   value_spec = pl.BlockSpec((1, k, R, J), lambda b, i, _: (b, i, 0, 0))
   state_spec = pl.BlockSpec((1, 1, k, R, H, J), lambda b, i, layer: (layer[0], b, i, 0, 0, 0))
-  arrays = _arrays(inputs, J)
+  arrays = _arrays(inputs)
   number = B * K * R * H * J
   return pl.pallas_call(
     kernel,
@@ -139,7 +139,7 @@ def step_gpu(
     new_state[place] = state_HJ
     y[b, i, r, columns] = y_1J[0]
 
-  arrays = _arrays(inputs, J)
+  arrays = _arrays(inputs)
   number = B * K * R * H * J
   call = pl.pallas_call(
     kernel,

@@ -163,8 +163,7 @@ def _expert_gradients(x_RD, dy_RD, gate_R, w, dtype):
   """Returns gradients of x, of the gate weights, and of the expert's weights in `dtype`."""
   outer = functools.partial(jnp.matmul, preferred_element_type=dtype)
   gate_R1, dh_RF = gate_R[..., None], _multiply(dy_RD, w.down.mT)
-  hidden = _hidden(x_RD, w)
-  h_RF, da_RF, du_RF = hidden_gradients(*hidden, dh_RF * gate_R1, w.activation)
+  h_RF, da_RF, du_RF = hidden_gradients(*_hidden(x_RD, w), dh_RF * gate_R1, w.activation)
   dgate_R = jnp.sum(h_RF * dh_RF, axis=-1)
   pairs = (x_RD, da_RF), (x_RD, du_RF), (h_RF * gate_R1, dy_RD)
   gradients = [outer(x.mT, y) for x, y in pairs]

@@ -141,10 +141,7 @@ class Files:
 
     needed: dict, tensor in the files -> number of elements to read.
     """
-    return sum(count * self._itemsize(tensor) for tensor, count in needed.items())
-
-  def _itemsize(self, name: str) -> int:
-    return self.entry(name).dtype.itemsize
+    return sum(count * self.entry(name).dtype.itemsize for name, count in needed.items())
 
   def each(self, work: Callable[..., None], arguments: Iterable[tuple]) -> None:
     """Calls `work(*arguments)` for each tuple of arguments, concurrently for remote files."""
@@ -246,8 +243,8 @@ def _other_format(names: Iterable[str]) -> str:
   return ""
 
 
-def _enumerate(names: list[str], most: int = 8) -> str:
-  return ", ".join(names[:most]) + (f" and {len(names) - most} more" if names[most:] else "")
+def _enumerate(names: list[str]) -> str:
+  return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if names[8:] else "")
 
 
 class Entry(NamedTuple):

@@ -261,9 +261,8 @@ def decode(
     experts_nWlk=None,
   )
   if record_routing and model.num_experts:
-    moe_layers = sum(map(model.is_moe, range(model.num_layers)))
-    dtype, shape = routing.storage_dtype(model.num_experts), (moe_layers, model.experts_per_token)
-    out = out.replace(experts_nWlk=full_steps(routing.NO_EXPERT, dtype, *shape))
+    dtype, k = routing.storage_dtype(model.num_experts), model.experts_per_token
+    out = out.replace(experts_nWlk=full_steps(routing.NO_EXPERT, dtype, model.num_moe_layers, k))
   if width:
     out = out.replace(support_nWX=full_steps(NO_TOKEN, jnp.int32, width))
 
