@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from gspo_jax import teacher
 from gspo_jax.learner import advantages, optimizer
@@ -197,9 +198,7 @@ def update(
   rate = optimizer.last_rate(programs.schedule, state.opt_state)
   row = dict(step=collected.step, learning_rate=rate)
   row |= collected.metrics | memory()
-  is_trained_B = rollout.stopped | (not c.rl.mask_truncated)
-  is_trained_B &= collected.known_B | c.distillation.alone
-  trained_B = rollout.lengths * is_trained_B
+  trained_B = rollout.lengths * np.concatenate([x.trained_G(c) for x in collected.groups])
   rewards_B, longest = collected.reward_PG.reshape(-1), c.sampling.max_new_tokens
   row |= reward_metrics(rewards_B, collected.known_B, trained_B, longest)
   row |= summarize(tuple(metrics))

@@ -240,12 +240,13 @@ def filled_cache(case: Case, mesh: jax.sharding.Mesh) -> float:
 
   A layer with a sliding window reads the window alone.
   """
-  model, layers = case.model, range(case.model.num_layers)
-  local = [model.is_local(layer) for layer in layers if not model.is_linear(layer)]
-  near = min(case.filled, model.sliding_window) if any(local) else case.filled
-  share = sum(local) / max(len(local), 1)
-  positions = share * near + (1 - share) * case.filled
-  return _slots(case, mesh) * positions * position_bytes(case, mesh)
+  model = case.model
+  read = [
+    min(case.filled, model.sliding_window) if model.is_local(layer) else case.filled
+    for layer in range(model.num_layers)
+    if not model.is_linear(layer)
+  ]
+  return _slots(case, mesh) * sum(read) / max(len(read), 1) * position_bytes(case, mesh)
 
 
 def _slots(case: Case, mesh: jax.sharding.Mesh) -> float:

@@ -147,32 +147,29 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
     loads = workloads(c, inputs.tokenizer, inputs.data.evaluations)
     states = [programs.sampling_state(case, load, samples_on, sampler)[1] for load in loads]
     sampling["cache, queue and slots"] = max(map(device_bytes, states), default=0)
+  moments = {}
   if c.job == "eval":
-    moments = {"while it samples": {"weights": device_bytes(state.params)} | sampling}
-  else:
+    moments["while it samples"] = {"weights": device_bytes(state.params)} | sampling
+  if c.has_iterations:
     critic_bytes = device_bytes(state.critic)
     lasting = {"weights and the optimizer's moments": device_bytes(state) - critic_bytes}
     if state.critic is not None:
       lasting["the critic's weights and moments"] = critic_bytes
-    if c.has_iterations:
-      for name, params in programs.frozen_params(case, inputs.teacher, mesh).items():
-        lasting[f"the {name}'s weights"] = device_bytes(params)
-    moments = {}
-    if c.has_iterations:
-      moments[UPDATE] = lasting | update_memory(case, state, mesh, case.rows, case.length)
-    if "sft" in c.job:  # It trains all parameters, even if RL trains adapters.
-      cold = state_of_phase(c, "sft", mesh)
-      parts = update_memory(case, cold, mesh, c.sft.batch // c.sft.microbatches, c.sft.max_tokens)
-      moments[COLD_START] = {"weights and the optimizer's moments": device_bytes(cold)} | parts
-    if c.has_iterations:
-      if c.rollout_mesh.enabled:
-        # Maximum number of newer versions of the weights that arrive while an old version samples.
-        copies = max(1, c.rl.lag)
-        newer = f"newer weights for the sampler, up to {copies} versions"
-        sampling[newer] = copies * device_bytes(sampler)
-        moments["of the rollout mesh"] = sampling
-      elif c.engine.name == "local":
-        moments["while it samples"] = lasting | sampling
+    for name, params in programs.frozen_params(case, inputs.teacher, mesh).items():
+      lasting[f"the {name}'s weights"] = device_bytes(params)
+    moments[UPDATE] = lasting | update_memory(case, state, mesh, case.rows, case.length)
+    if c.rollout_mesh.enabled:
+      # Maximum number of newer versions of the weights that arrive while an old version samples.
+      copies = max(1, c.rl.lag)
+      newer = f"newer weights for the sampler, up to {copies} versions"
+      sampling[newer] = copies * device_bytes(sampler)
+      moments["of the rollout mesh"] = sampling
+    elif c.engine.name == "local":
+      moments["while it samples"] = lasting | sampling
+  if "sft" in c.job:  # It trains all parameters, even if RL trains adapters.
+    cold = state_of_phase(c, "sft", mesh)
+    parts = update_memory(case, cold, mesh, c.sft.batch // c.sft.microbatches, c.sft.max_tokens)
+    moments[COLD_START] = {"weights and the optimizer's moments": device_bytes(cold)} | parts
   limit = (device.memory_stats() or {}).get("bytes_limit")
   limit = limit or accelerators.memory(device.device_kind)
   text = []

@@ -17,6 +17,7 @@ from gspo_jax.objectives import advantages
 from gspo_jax.rewards.shaping import reaches
 from gspo_jax.sampling import SingleTurn, Trajectory, conversations
 from gspo_jax.sampling.trajectory import recorded_turn
+from gspo_jax.settings.run import RunConfig
 from gspo_jax.structs import Prompt
 from gspo_jax.system import hosts
 from gspo_jax.tasks.environments import Make
@@ -62,6 +63,12 @@ class Group:
   def known_G(self) -> np.ndarray:
     """Mask of responses with a verdict, bool. Only these responses are in statistics of rewards."""
     return np.array([g not in self.unknown for g in range(len(self.trajectories))], bool)
+
+  def trained_G(self, config: RunConfig) -> np.ndarray:
+    """Returns the mask of responses with a share in the loss, bool."""
+    stopped_G = np.array([trajectory.stopped for trajectory in self.trajectories], bool)
+    has_verdict_G = self.known_G | config.distillation.alone
+    return has_verdict_G & (stopped_G | (not config.rl.mask_truncated))
 
   @property
   def mixed(self) -> bool:

@@ -1,6 +1,7 @@
 """Metrics of groups: rewards, lengths, outcomes of the verifier, and environments."""
 
 import collections
+import itertools
 from collections.abc import Container, Sequence
 
 import numpy as np
@@ -147,11 +148,9 @@ def partial_metrics(
     config: configuration of the run.
   """
   trained = (
-    x
+    trajectory
     for group in chosen
-    for i, x in enumerate(group.trajectories)
-    if (i not in group.unknown or config.distillation.alone)
-    and not (config.rl.mask_truncated and x.truncated)
+    for trajectory in itertools.compress(group.trajectories, group.trained_G(config))
   )
   version_X = np.concatenate([[], *(x.version[x.turns >= 0] for x in trained)])
   waiting = [group for group in in_flight if group.finished]

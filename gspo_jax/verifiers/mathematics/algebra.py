@@ -302,9 +302,9 @@ def constant_ratio(a, b):
   symbols = sorted(a.free_symbols | b.free_symbols, key=str)
   if a.free_symbols != b.free_symbols or len(symbols) > len(_POINTS[0]):
     return None
-  ratio = None
+  ratio, integers = None, _integers(a, b)
   for index, point in enumerate(_POINTS[:2]):
-    values = _values(symbols, point, _integers(a, b), index)
+    values = _values(symbols, point, integers, index)
     try:
       top, bottom = a.xreplace(values), b.xreplace(values)
     except _REFUSALS:
